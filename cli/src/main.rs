@@ -1,0 +1,2 @@
+//! The vccl command line.
+fn main() {}

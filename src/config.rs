@@ -1,0 +1,338 @@
+//! Every setting: its name, type, default, meaning, and where its value came from.
+//!
+//! Settings are read from the environment at each `init`, because NCCL loads, unloads and loads the
+//! library again within one process. A value that cannot be used is named in a warning together
+//! with what is allowed, and the default stands.
+
+use std::fmt;
+use std::sync::{Arc, RwLock};
+
+/// Where a setting's value came from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Source {
+    /// Nothing set it.
+    Default,
+    /// The environment variable of the setting's name.
+    Environment,
+}
+
+/// One setting as documented for users: the row of a table.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// The environment variable.
+    pub name: &'static str,
+    /// What may stand there, for people.
+    pub allowed: &'static str,
+    /// The default, for people.
+    pub default: &'static str,
+    /// What it does, in one sentence.
+    pub doc: &'static str,
+    /// The value in force.
+    pub value: String,
+    /// Where the value came from.
+    pub source: Source,
+}
+
+/// Which CUDA context the copies are issued in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ContextKind {
+    /// The one that is current when NCCL connects: the GPU's primary context.
+    Primary,
+    /// One of our own for each GPU: calls that block in the application's context do not block it.
+    Private,
+}
+
+impl fmt::Display for ContextKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ContextKind::Primary => "primary",
+            ContextKind::Private => "private",
+        })
+    }
+}
+
+/// All settings, read once per `init`.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// `VCCL_CUDA_CONTEXT`
+    pub cuda_context: ContextKind,
+    /// `VCCL_STREAMS`: streams for each GPU; connections beyond that share them.
+    pub streams: usize,
+    /// `VCCL_HOST_CHUNK`: bytes of one chunk of the staging ring in shared host memory.
+    pub host_chunk: usize,
+    /// `VCCL_STAGING_CHUNK`: bytes of one chunk of the staging ring in the receiver's GPU.
+    pub staging_chunk: usize,
+    /// `VCCL_MAX_MAPPINGS`: mappings of peers' memory that this process keeps at most.
+    pub max_mappings: usize,
+    /// `VCCL_SPEED`: the speed that the device reports, in Mbit/s.
+    pub speed_mbps: i32,
+    /// `VCCL_CONNECT_TIMEOUT`: seconds that a connection may take to come about.
+    pub connect_timeout_s: u64,
+    /// `VCCL_CLOSE_TIMEOUT`: milliseconds that close and deregMr wait for copies and for the peer.
+    pub close_timeout_ms: u64,
+    /// `VCCL_TIMING`: measure each message's stages, and log the means when its connection closes.
+    pub timing: bool,
+    rows: Vec<Row>,
+}
+
+/// Bytes with an optional binary suffix K, M or G.
+fn parse_bytes(s: &str) -> Option<usize> {
+    let s = s.trim();
+    let (digits, shift) = match s.as_bytes().last()? {
+        b'k' | b'K' => (&s[..s.len() - 1], 10),
+        b'm' | b'M' => (&s[..s.len() - 1], 20),
+        b'g' | b'G' => (&s[..s.len() - 1], 30),
+        _ => (s, 0),
+    };
+    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
+}
+
+struct Reader<'a> {
+    get: &'a dyn Fn(&str) -> Option<String>,
+    rows: Vec<Row>,
+    complaints: Vec<String>,
+}
+
+impl Reader<'_> {
+    fn read<T: Clone>(
+        &mut self,
+        (name, allowed, default, doc): (&'static str, &'static str, &'static str, &'static str),
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> T {
+        let fallback = || parse(default).expect("a default is allowed by its own setting");
+        let (value, text, source) = match (self.get)(name) {
+            None => (fallback(), default.to_string(), Source::Default),
+            Some(text) => match parse(text.trim()) {
+                Some(v) => (v, text, Source::Environment),
+                None => {
+                    self.complaints.push(format!(
+                        "{name}={text} is not usable and was ignored; allowed: {allowed}; \
+                         using the default, {default}"
+                    ));
+                    (fallback(), default.to_string(), Source::Default)
+                }
+            },
+        };
+        self.rows.push(Row {
+            name,
+            allowed,
+            default,
+            doc,
+            value: text,
+            source,
+        });
+        value
+    }
+}
+
+fn in_range<T: PartialOrd + std::str::FromStr>(lo: T, hi: T) -> impl Fn(&str) -> Option<T> {
+    move |s| s.parse::<T>().ok().filter(|v| *v >= lo && *v <= hi)
+}
+
+fn chunk(lo: usize, hi: usize) -> impl Fn(&str) -> Option<usize> {
+    move |s| parse_bytes(s).filter(|v| (lo..=hi).contains(v) && v % 4096 == 0)
+}
+
+impl Config {
+    /// Reads every setting through `get`; also returns one text for each value that was refused.
+    pub fn read(get: &dyn Fn(&str) -> Option<String>) -> (Config, Vec<String>) {
+        let mut r = Reader {
+            get,
+            rows: Vec::new(),
+            complaints: Vec::new(),
+        };
+        let config = Config {
+            cuda_context: r.read(
+                (
+                    "VCCL_CUDA_CONTEXT",
+                    "primary or private",
+                    "primary",
+                    "The CUDA context of the copies: the application's, or one of our own for each GPU, \
+                     which calls that block in the application's context cannot hold up.",
+                ),
+                |s| match s {
+                    "primary" => Some(ContextKind::Primary),
+                    "private" => Some(ContextKind::Private),
+                    _ => None,
+                },
+            ),
+            streams: r.read(
+                (
+                    "VCCL_STREAMS",
+                    "1 to 1024",
+                    "32",
+                    "CUDA streams for each GPU; connections beyond that number share them.",
+                ),
+                in_range(1usize, 1024),
+            ),
+            host_chunk: r.read(
+                (
+                    "VCCL_HOST_CHUNK",
+                    "4K to 16M, a multiple of 4K",
+                    "64K",
+                    "Bytes of each of the 8 chunks through which a connection moves host memory.",
+                ),
+                chunk(4 << 10, 16 << 20),
+            ),
+            staging_chunk: r.read(
+                (
+                    "VCCL_STAGING_CHUNK",
+                    "64K to 256M, a multiple of 4K",
+                    "8M",
+                    "Bytes of each of the 4 chunks in the receiver's GPU through which memory goes that \
+                     cannot be exported.",
+                ),
+                chunk(64 << 10, 256 << 20),
+            ),
+            max_mappings: r.read(
+                (
+                    "VCCL_MAX_MAPPINGS",
+                    "1 to 1000000",
+                    "8192",
+                    "Mappings of peers' allocations that a process keeps at most; memory beyond that is \
+                     staged.",
+                ),
+                in_range(1usize, 1_000_000),
+            ),
+            speed_mbps: r.read(
+                (
+                    "VCCL_SPEED",
+                    "1000 to 10000000",
+                    "400000",
+                    "Speed in Mbit/s that the device reports; NCCL chooses channels and algorithms by it.",
+                ),
+                in_range(1000i32, 10_000_000),
+            ),
+            connect_timeout_s: r.read(
+                (
+                    "VCCL_CONNECT_TIMEOUT",
+                    "1 to 3600",
+                    "60",
+                    "Seconds that a connection may take to come about before connect reports an error.",
+                ),
+                in_range(1u64, 3600),
+            ),
+            close_timeout_ms: r.read(
+                (
+                    "VCCL_CLOSE_TIMEOUT",
+                    "10 to 60000",
+                    "800",
+                    "Milliseconds that close and deregMr wait for copies in flight and for the peer.",
+                ),
+                in_range(10u64, 60_000),
+            ),
+            timing: r.read(
+                (
+                    "VCCL_TIMING",
+                    "0 or 1",
+                    "0",
+                    "Measure each message's stages; the means are logged when its connection closes.",
+                ),
+                |s| match s {
+                    "0" => Some(false),
+                    "1" => Some(true),
+                    _ => None,
+                },
+            ),
+            rows: Vec::new(),
+        };
+        (
+            Config {
+                rows: r.rows,
+                ..config
+            },
+            r.complaints,
+        )
+    }
+
+    /// The settings as rows of a table, for `vccl env` and the documentation.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+}
+
+static CURRENT: RwLock<Option<Arc<Config>>> = RwLock::new(None);
+
+/// Reads the environment anew; refused values are warned of.
+pub fn reload() -> Arc<Config> {
+    let (config, complaints) = Config::read(&|name| std::env::var(name).ok());
+    for c in complaints {
+        log::warn!("{c}");
+    }
+    let config = Arc::new(config);
+    *CURRENT.write().unwrap_or_else(|e| e.into_inner()) = Some(config.clone());
+    config
+}
+
+/// The settings in force. Not for the data path: connections keep what they need.
+pub fn current() -> Arc<Config> {
+    if let Some(c) = CURRENT.read().unwrap_or_else(|e| e.into_inner()).as_ref() {
+        return c.clone();
+    }
+    reload()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(pairs: &[(&str, &str)]) -> (Config, Vec<String>) {
+        Config::read(&|n| pairs.iter().find(|p| p.0 == n).map(|p| p.1.to_string()))
+    }
+
+    #[test]
+    fn defaults_are_allowed_and_marked() {
+        let (c, complaints) = with(&[]);
+        assert!(complaints.is_empty());
+        assert_eq!(c.rows().len(), 9);
+        assert!(c
+            .rows()
+            .iter()
+            .all(|r| r.source == Source::Default && r.value == r.default));
+        assert_eq!(c.host_chunk, 64 << 10);
+    }
+
+    #[test]
+    fn values_from_the_environment() {
+        let (c, complaints) = with(&[
+            ("VCCL_HOST_CHUNK", "1M"),
+            ("VCCL_CUDA_CONTEXT", "private"),
+            ("VCCL_TIMING", " 1 "),
+        ]);
+        assert!(complaints.is_empty(), "{complaints:?}");
+        assert_eq!(c.host_chunk, 1 << 20);
+        assert_eq!(c.cuda_context, ContextKind::Private);
+        assert!(c.timing);
+        let row = c
+            .rows()
+            .iter()
+            .find(|r| r.name == "VCCL_HOST_CHUNK")
+            .unwrap();
+        assert_eq!(
+            (row.source, row.value.as_str()),
+            (Source::Environment, "1M")
+        );
+    }
+
+    #[test]
+    fn refused_values_are_named_and_the_default_stands() {
+        for (name, bad) in [
+            ("VCCL_HOST_CHUNK", "5000"),
+            ("VCCL_HOST_CHUNK", "99999999999999999999G"),
+            ("VCCL_HOST_CHUNK", ""),
+            ("VCCL_STREAMS", "0"),
+            ("VCCL_STREAMS", "many"),
+            ("VCCL_CUDA_CONTEXT", "Primary "),
+            ("VCCL_SPEED", "-1"),
+            ("VCCL_TIMING", "yes"),
+        ] {
+            let (c, complaints) = with(&[(name, bad)]);
+            assert_eq!(complaints.len(), 1, "{name}={bad}");
+            assert!(
+                complaints[0].contains(name) && complaints[0].contains("allowed"),
+                "{complaints:?}"
+            );
+            assert!(c.rows().iter().all(|r| r.source == Source::Default));
+        }
+    }
+}

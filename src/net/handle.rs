@@ -1,0 +1,197 @@
+//! The 128 bytes by which a connector finds a listener. They travel through NCCL's bootstrap from
+//! another process, perhaps of another machine: everything in them is checked.
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0..4 | magic |
+//! | 4..8 | version |
+//! | 8..24 | the listening process |
+//! | 24..32 | the listener in it |
+//! | 32..48 | secret |
+//! | 48..64 | the host's boot id |
+//! | 64..72 | the network namespace's inode |
+//! | 72..112 | zero: room for the addresses of other transports |
+//! | 112..120 | checksum of the bytes before |
+//! | 120..128 | the connector's: which attempt this copy of the handle belongs to |
+
+use crate::error::{Error, Result};
+use crate::transport::copy_engine::Address;
+
+/// Bytes of a handle: `NCCL_NET_HANDLE_MAXSIZE`.
+pub const HANDLE_LEN: usize = 128;
+
+const MAGIC: [u8; 4] = *b"vccl";
+const VERSION: u32 = 1;
+const CHECKED: usize = 112;
+const ATTEMPT: usize = 120;
+
+/// Where a process runs, as far as it decides whether others can reach it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Place {
+    /// The host's boot id: differs between hosts whatever their names, and between two boots.
+    pub boot: [u8; 16],
+    /// The network namespace.
+    pub network: u64,
+}
+
+impl Place {
+    /// Where this process runs. What cannot be read is zero.
+    pub fn here() -> Place {
+        use std::os::unix::fs::MetadataExt;
+        let mut boot = [0; 16];
+        if let Ok(text) = std::fs::read_to_string("/proc/sys/kernel/random/boot_id") {
+            let digits: Vec<u8> = text
+                .bytes()
+                .filter_map(|b| (b as char).to_digit(16))
+                .map(|d| d as u8)
+                .collect();
+            for (b, d) in boot.iter_mut().zip(digits.chunks_exact(2)) {
+                *b = d[0] << 4 | d[1];
+            }
+        }
+        let network = std::fs::metadata("/proc/self/ns/net").map_or(0, |m| m.ino());
+        Place { boot, network }
+    }
+}
+
+/// What a handle says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Handle {
+    /// The listener.
+    pub address: Address,
+    /// Where it is.
+    pub place: Place,
+}
+
+/// FNV-1a, 64 bits: finds damage, not malice. Strangers are kept out by the secret.
+fn checksum(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| {
+        (h ^ *b as u64).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+impl Handle {
+    /// Writes the handle.
+    pub fn encode(&self, to: &mut [u8; HANDLE_LEN]) {
+        to.fill(0);
+        to[0..4].copy_from_slice(&MAGIC);
+        to[4..8].copy_from_slice(&VERSION.to_le_bytes());
+        to[8..24].copy_from_slice(&self.address.process);
+        to[24..32].copy_from_slice(&self.address.listener.to_le_bytes());
+        to[32..48].copy_from_slice(&self.address.secret);
+        to[48..64].copy_from_slice(&self.place.boot);
+        to[64..72].copy_from_slice(&self.place.network.to_le_bytes());
+        let sum = checksum(&to[..CHECKED]);
+        to[CHECKED..ATTEMPT].copy_from_slice(&sum.to_le_bytes());
+    }
+
+    /// Reads a handle, or says why it is none.
+    pub fn decode(from: &[u8; HANDLE_LEN]) -> Result<Handle> {
+        fn take<const N: usize>(from: &[u8; HANDLE_LEN], at: usize) -> [u8; N] {
+            from[at..at + N].try_into().expect("within the handle")
+        }
+        if from[0..4] != MAGIC {
+            return Err(Error::invalid_argument(
+                "the handle is not one of vccl's: do all ranks load this plugin?",
+            ));
+        }
+        let version = u32::from_le_bytes(take(from, 4));
+        if version != VERSION {
+            return Err(Error::invalid_argument(format!(
+                "the handle has version {version}, this vccl knows {VERSION}: use the same library on \
+                 all ranks"
+            )));
+        }
+        if checksum(&from[..CHECKED]) != u64::from_le_bytes(take(from, CHECKED)) {
+            return Err(Error::invalid_argument(
+                "the handle was damaged or cut on its way: its checksum is wrong",
+            ));
+        }
+        Ok(Handle {
+            address: Address {
+                process: take(from, 8),
+                listener: u64::from_le_bytes(take(from, 24)),
+                secret: take(from, 32),
+            },
+            place: Place {
+                boot: take(from, 48),
+                network: u64::from_le_bytes(take(from, 64)),
+            },
+        })
+    }
+}
+
+/// The attempt that this copy of a handle belongs to; 0 before the first call.
+pub fn attempt(handle: &[u8; HANDLE_LEN]) -> u64 {
+    u64::from_le_bytes(handle[ATTEMPT..].try_into().expect("8 bytes"))
+}
+
+/// Notes the attempt in the connector's copy of the handle, which NCCL passes again.
+pub fn set_attempt(handle: &mut [u8; HANDLE_LEN], attempt: u64) {
+    handle[ATTEMPT..].copy_from_slice(&attempt.to_le_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn handle() -> Handle {
+        Handle {
+            address: Address {
+                process: [1; 16],
+                listener: 77,
+                secret: [9; 16],
+            },
+            place: Place {
+                boot: [3; 16],
+                network: 5,
+            },
+        }
+    }
+
+    #[test]
+    fn round_trip_with_and_without_attempt() {
+        let mut bytes = [0xAA; HANDLE_LEN];
+        handle().encode(&mut bytes);
+        assert_eq!(attempt(&bytes), 0);
+        assert_eq!(Handle::decode(&bytes).unwrap(), handle());
+        set_attempt(&mut bytes, 12345);
+        assert_eq!(attempt(&bytes), 12345);
+        assert_eq!(Handle::decode(&bytes).unwrap(), handle());
+    }
+
+    #[test]
+    fn every_damaged_bit_is_found() {
+        let mut good = [0; HANDLE_LEN];
+        handle().encode(&mut good);
+        for bit in 0..ATTEMPT * 8 {
+            let mut bad = good;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Handle::decode(&bad).is_err(), "bit {bit}");
+        }
+        for cut in 0..ATTEMPT {
+            let mut bad = good;
+            bad[cut..].fill(0);
+            assert!(Handle::decode(&bad).is_err(), "cut at {cut}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn noise_is_refused(bytes in any::<[[u8; 32]; 4]>()) {
+            let mut all = [0; HANDLE_LEN];
+            for (a, b) in all.chunks_exact_mut(32).zip(&bytes) {
+                a.copy_from_slice(b);
+            }
+            prop_assert!(Handle::decode(&all).is_err());
+        }
+    }
+
+    #[test]
+    fn this_place_is_known() {
+        let here = Place::here();
+        assert_eq!(here, Place::here());
+        assert!(here.network != 0 && here.boot != [0; 16]);
+    }
+}

@@ -1,0 +1,450 @@
+//! What NCCL asks of a network, once, free of the interface's versions: devices, listeners,
+//! connections, registered memory, requests.
+
+mod handle;
+
+use std::collections::HashMap;
+use std::ffi::{c_int, CString};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Duration;
+
+pub use self::handle::HANDLE_LEN;
+use self::handle::{attempt, set_attempt, Handle, Place};
+use crate::config;
+use crate::error::{Error, Result};
+use crate::handle::Tagged;
+use crate::proxy::{Proxy, REQUESTS};
+use crate::transport::copy_engine::link::Service;
+use crate::transport::copy_engine::{Connecting, Listening};
+use crate::transport::{End, RecvEnd, Region, SendEnd};
+
+/// Memory that the CPU can reach, in `ptr_support` and as a kind of memory (`NCCL_PTR_HOST`).
+const PTR_HOST: c_int = 1;
+/// GPU memory (`NCCL_PTR_CUDA`).
+const PTR_CUDA: c_int = 2;
+
+/// The largest message: NCCL reports sizes as `int`, and cuts at 1 GiB where it is not told more.
+pub const MAX_MESSAGE: usize = 1 << 30;
+
+/// What NCCL is told of a device.
+#[derive(Debug)]
+pub struct Properties {
+    /// For people.
+    pub name: CString,
+    /// Where it hangs in /sys; none: off the first CPU.
+    pub pci_path: Option<CString>,
+    /// The same for all processes of a host, different between hosts.
+    pub guid: u64,
+    /// A set of `NCCL_PTR_*`.
+    pub ptr_support: c_int,
+    /// Mbit/s.
+    pub speed_mbps: c_int,
+    /// Port number, from 1.
+    pub port: c_int,
+    /// Microseconds.
+    pub latency_us: f32,
+    /// Connections at a time.
+    pub max_comms: c_int,
+    /// Receives that one irecv may group.
+    pub max_recvs: c_int,
+    /// Largest message.
+    pub max_p2p_bytes: usize,
+    /// Largest message of a collective.
+    pub max_coll_bytes: usize,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Calls of `init` that no `finalize` has answered.
+static USERS: AtomicUsize = AtomicUsize::new(0);
+
+/// Starts the plugin, or counts one more user of it.
+pub fn init() -> Result<()> {
+    let config = config::reload();
+    for row in config
+        .rows()
+        .iter()
+        .filter(|r| r.source == config::Source::Environment)
+    {
+        log::info!("{}={} set by the environment", row.name, row.value);
+    }
+    match crate::cuda::driver() {
+        Ok(d) => log::info!(
+            "version {}, {} GPUs visible",
+            env!("CARGO_PKG_VERSION"),
+            d.device_count().unwrap_or(0)
+        ),
+        Err(why) => {
+            log::info!(
+                "version {}, host memory only: {why}",
+                env!("CARGO_PKG_VERSION")
+            )
+        }
+    }
+    USERS.fetch_add(1, Ordering::AcqRel);
+    Ok(())
+}
+
+/// Counts one user less. What is open stays so until it is closed.
+pub fn finalize() -> Result<()> {
+    if USERS.fetch_sub(1, Ordering::AcqRel) == 1 {
+        prune(Duration::ZERO);
+    }
+    Ok(())
+}
+
+/// How many devices NCCL sees: one, on which every connection chooses its own way.
+pub fn devices() -> Result<c_int> {
+    Ok(1)
+}
+
+fn check_device(dev: c_int) -> Result<()> {
+    if dev != 0 {
+        return Err(Error::invalid_argument(format!(
+            "there is no device {dev}: vccl has one, device 0"
+        )));
+    }
+    Ok(())
+}
+
+/// What device `dev` is. Lives as long as the process.
+pub fn properties(dev: c_int) -> Result<&'static Properties> {
+    check_device(dev)?;
+    static DEVICE: OnceLock<Properties> = OnceLock::new();
+    Ok(DEVICE.get_or_init(|| {
+        let boot = Place::here().boot;
+        let half = |b: &[u8]| u64::from_le_bytes(b.try_into().expect("8 bytes"));
+        let gpus = crate::cuda::driver().is_ok();
+        Properties {
+            name: CString::new("vccl0").expect("no NUL in it"),
+            // NCCL must not take the device for one behind a GPU's bridge: it then looks for GPUs
+            // where there are none.
+            pci_path: None,
+            guid: half(&boot[..8]) ^ half(&boot[8..]),
+            ptr_support: PTR_HOST | if gpus { PTR_CUDA } else { 0 },
+            speed_mbps: config::current().speed_mbps,
+            port: 1,
+            latency_us: 0.0,
+            max_comms: 1 << 16,
+            max_recvs: 1,
+            max_p2p_bytes: MAX_MESSAGE,
+            max_coll_bytes: MAX_MESSAGE,
+        }
+    }))
+}
+
+/// A listener.
+#[derive(Debug)]
+pub struct ListenComm {
+    listening: Listening,
+}
+
+/// One end of a connection, with its requests at an address that does not change.
+struct Endpoint<E: ?Sized + 'static> {
+    requests: Box<[Tagged<Request>]>,
+    proxy: Box<Proxy<E>>,
+    /// Keeps the link thread for as long as there is a connection.
+    _service: Arc<Service>,
+}
+
+/// The sending end of a connection.
+pub struct SendComm(Endpoint<dyn SendEnd>);
+
+/// The receiving end of a connection.
+pub struct RecvComm(Endpoint<dyn RecvEnd>);
+
+/// Registered memory.
+#[derive(Debug)]
+pub struct MemoryRegion {
+    region: Region,
+    /// The end that it is registered with.
+    end: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Owner {
+    Send(*const Proxy<dyn SendEnd>),
+    Recv(*const Proxy<dyn RecvEnd>),
+}
+
+/// A place for a request in its comm's pool: what NCCL tests.
+#[derive(Debug)]
+pub struct Request {
+    owner: Owner,
+    index: usize,
+}
+
+// SAFETY: the owner is only read through while the comm that holds both lives (`test`), and a proxy
+// may be used from every thread.
+unsafe impl Send for Request {}
+// SAFETY: as above.
+unsafe impl Sync for Request {}
+
+/// Either end, where NCCL does not say which.
+pub enum Comm<'a> {
+    /// A sending end.
+    Send(&'a SendComm),
+    /// A receiving end.
+    Recv(&'a RecvComm),
+}
+
+impl Comm<'_> {
+    fn end(&self) -> &dyn End {
+        match self {
+            Comm::Send(c) => c.0.proxy.end(),
+            Comm::Recv(c) => c.0.proxy.end(),
+        }
+    }
+
+    fn address(&self) -> usize {
+        match self {
+            Comm::Send(c) => c.0.address(),
+            Comm::Recv(c) => c.0.address(),
+        }
+    }
+}
+
+impl<E: ?Sized> Endpoint<E> {
+    fn new(
+        proxy: Proxy<E>,
+        service: Arc<Service>,
+        owner: impl Fn(*const Proxy<E>) -> Owner,
+    ) -> Self {
+        let proxy = Box::new(proxy);
+        let owner = owner(&*proxy);
+        let requests = (0..REQUESTS)
+            .map(|index| Tagged::new(Request { owner, index }))
+            .collect();
+        Endpoint {
+            requests,
+            proxy,
+            _service: service,
+        }
+    }
+
+    /// Tells this end from every other that lives.
+    fn address(&self) -> usize {
+        (&raw const *self.proxy).cast::<u8>() as usize
+    }
+
+    /// Whether `region` was registered with this end.
+    #[inline]
+    fn check(&self, region: &MemoryRegion) -> Result<()> {
+        if region.end != self.address() {
+            return Err(foreign_region());
+        }
+        Ok(())
+    }
+}
+
+#[cold]
+fn foreign_region() -> Error {
+    Error::invalid_argument("the memory was registered with another comm")
+}
+
+/// Starts to listen, and writes the handle that connectors need.
+pub fn listen(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<ListenComm> {
+    check_device(dev)?;
+    let listening = Listening::new()?;
+    Handle {
+        address: listening.address(),
+        place: Place::here(),
+    }
+    .encode(handle);
+    Ok(ListenComm { listening })
+}
+
+struct Attempts {
+    live: HashMap<u64, Connecting>,
+    next: u64,
+}
+
+static ATTEMPTS: Mutex<Option<Attempts>> = Mutex::new(None);
+
+/// Forgets attempts to connect that NCCL has given up: older than twice the time that they may take.
+fn prune(age: Duration) {
+    let dead: Vec<Connecting> = match lock(&ATTEMPTS).as_mut() {
+        None => return,
+        Some(a) => {
+            let keys: Vec<u64> = a
+                .live
+                .iter()
+                .filter(|(_, c)| c.age() >= age)
+                .map(|(k, _)| *k)
+                .collect();
+            keys.iter().filter_map(|k| a.live.remove(k)).collect()
+        }
+    };
+    drop(dead);
+}
+
+/// Connects to the listener of `handle`, in as many calls as it takes; `None`: call again with the
+/// same handle, in which the attempt is noted.
+pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendComm>> {
+    check_device(dev)?;
+    let to = Handle::decode(handle)?;
+    let limit = Duration::from_secs(config::current().connect_timeout_s);
+    prune(2 * limit + Duration::from_secs(60));
+    let known = lock(&ATTEMPTS)
+        .as_mut()
+        .and_then(|a| a.live.remove(&attempt(handle)));
+    let mut connecting = match known {
+        Some(c) => c,
+        None => Connecting::new(to.address)?,
+    };
+    match connecting.poll() {
+        Ok(None) => {
+            let mut attempts = lock(&ATTEMPTS);
+            let a = attempts.get_or_insert_with(|| Attempts {
+                live: HashMap::new(),
+                next: 1,
+            });
+            let mut key = attempt(handle);
+            if key == 0 || key >= a.next || a.live.contains_key(&key) {
+                key = a.next;
+                a.next += 1;
+            }
+            a.live.insert(key, connecting);
+            set_attempt(handle, key);
+            Ok(None)
+        }
+        Ok(Some((service, connection))) => {
+            set_attempt(handle, 0);
+            log::info!(
+                "{}: by copy engine, for its process shares this host: its Unix socket answered, \
+                 credentials and secret agree",
+                connection.describe()
+            );
+            let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
+            Ok(Some(SendComm(Endpoint::new(proxy, service, Owner::Send))))
+        }
+        Err(e) => {
+            set_attempt(handle, 0);
+            Err(e.context(unreachable_text(&to.place)))
+        }
+    }
+}
+
+/// Why a listener may be out of reach, from where it is and where we are.
+#[cold]
+fn unreachable_text(there: &Place) -> &'static str {
+    let here = Place::here();
+    if here.boot != there.boot {
+        "connecting to a listener on another host, which this version of vccl cannot (leave traffic \
+         between hosts to another plugin)"
+    } else if here.network != there.network {
+        "connecting to a listener of this host in another network namespace; start the ranks in one \
+         network namespace (for containers: --network=host)"
+    } else {
+        "connecting to a listener of this host and network namespace"
+    }
+}
+
+/// The next connection to the listener; `None`: nobody waits.
+pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
+    let Some((service, connection)) = l.listening.accept() else {
+        return Ok(None);
+    };
+    let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
+    Ok(Some(RecvComm(Endpoint::new(proxy, service, Owner::Recv))))
+}
+
+/// Registers memory with one end of a connection. `kind`: `NCCL_PTR_HOST` or `NCCL_PTR_CUDA`.
+pub fn reg_mr(comm: Comm<'_>, addr: usize, size: usize, kind: c_int) -> Result<MemoryRegion> {
+    let cuda = match kind {
+        PTR_HOST => false,
+        PTR_CUDA => true,
+        other => {
+            return Err(Error::invalid_argument(format!(
+                "memory of kind {other} is not supported: host memory (1) and GPU memory (2) are"
+            )))
+        }
+    };
+    let region = comm.end().register(addr as u64, size as u64, cuda)?;
+    Ok(MemoryRegion {
+        region,
+        end: comm.address(),
+    })
+}
+
+/// Ends a registration. On return no copy of vccl's touches the memory, or a warning has said so.
+pub fn dereg_mr(comm: Comm<'_>, mr: MemoryRegion) -> Result<()> {
+    if mr.end != comm.address() {
+        return Err(foreign_region());
+    }
+    comm.end().deregister(mr.region)
+}
+
+#[inline]
+fn tag_bits(tag: c_int) -> u32 {
+    tag as u32
+}
+
+/// Starts a send; `None`: not yet.
+#[inline]
+pub fn isend<'a>(
+    c: &'a SendComm,
+    addr: usize,
+    size: usize,
+    tag: c_int,
+    mr: &MemoryRegion,
+) -> Result<Option<&'a Tagged<Request>>> {
+    c.0.check(mr)?;
+    let started =
+        c.0.proxy
+            .isend(addr as u64, size as u64, tag_bits(tag), &mr.region)?;
+    Ok(started.map(|index| &c.0.requests[index]))
+}
+
+/// Starts a receive; `None`: not yet.
+#[inline]
+pub fn irecv<'a>(
+    c: &'a RecvComm,
+    addr: usize,
+    size: usize,
+    tag: c_int,
+    mr: &MemoryRegion,
+) -> Result<Option<&'a Tagged<Request>>> {
+    c.0.check(mr)?;
+    let started =
+        c.0.proxy
+            .irecv(addr as u64, size as u64, tag_bits(tag), &mr.region)?;
+    Ok(started.map(|index| &c.0.requests[index]))
+}
+
+/// Nothing to flush: a receive is over when its bytes are where the GPU sees them.
+#[inline]
+pub fn iflush(_c: &RecvComm) -> Result<()> {
+    Ok(())
+}
+
+/// Moves a request's connection forward; `Some(bytes)`: the request is over, and its place is free.
+#[inline]
+pub fn test(r: &Request) -> Result<Option<usize>> {
+    match r.owner {
+        // SAFETY: the request lives in the pool of the comm that owns the proxy, in a box of its own;
+        // the caller's borrow of the request says that the comm has not been closed.
+        Owner::Send(p) => unsafe { &*p }.test(r.index),
+        // SAFETY: as above.
+        Owner::Recv(p) => unsafe { &*p }.test(r.index),
+    }
+}
+
+/// Closes a sending end: waits, in bounded time, for the copies that it owns.
+pub fn close_send(mut c: SendComm) -> Result<()> {
+    c.0.proxy.end_mut().close()
+}
+
+/// Closes a receiving end: waits, in bounded time, until the sender writes to it no more.
+pub fn close_recv(mut c: RecvComm) -> Result<()> {
+    c.0.proxy.end_mut().close()
+}
+
+/// Closes a listener. Its accepted connections live on.
+pub fn close_listen(c: ListenComm) -> Result<()> {
+    drop(c);
+    Ok(())
+}

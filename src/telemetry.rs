@@ -1,0 +1,168 @@
+//! What the plugin counts: messages and bytes by the path that they took, for each connection and
+//! for the process; and warnings that are worth saying once.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+/// How bytes reach the receive buffer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Path {
+    /// One copy by the sender's engine into the mapped receive buffer.
+    Push,
+    /// Through the ring of chunks in shared host memory.
+    HostRing,
+    /// Through the ring of chunks in the receiver's GPU, which costs the receiver SMs.
+    DeviceRing,
+}
+
+const PATHS: usize = 3;
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Path::Push => "pushed straight into the receive buffer",
+            Path::HostRing => "through shared host memory",
+            Path::DeviceRing => "through chunks in the receiver's GPU",
+        })
+    }
+}
+
+#[derive(Debug)]
+struct Totals {
+    messages: [AtomicU64; PATHS],
+    bytes: [AtomicU64; PATHS],
+    regions: [AtomicU64; PATHS],
+}
+
+static PROCESS: Totals = Totals {
+    messages: [const { AtomicU64::new(0) }; PATHS],
+    bytes: [const { AtomicU64::new(0) }; PATHS],
+    regions: [const { AtomicU64::new(0) }; PATHS],
+};
+
+/// Counts a region that the process can send to by this path.
+pub fn region(path: Path) {
+    PROCESS.regions[path as usize].fetch_add(1, Ordering::Relaxed);
+}
+
+/// Messages, bytes and regions of the process by this path. Connections add theirs when they close.
+pub fn totals(path: Path) -> (u64, u64, u64) {
+    let i = path as usize;
+    let get = |a: &AtomicU64| a.load(Ordering::Relaxed);
+    (
+        get(&PROCESS.messages[i]),
+        get(&PROCESS.bytes[i]),
+        get(&PROCESS.regions[i]),
+    )
+}
+
+/// Time that messages spent in one stage.
+#[derive(Default, Debug)]
+struct Stage {
+    ns: AtomicU64,
+    times: AtomicU64,
+}
+
+impl Stage {
+    #[inline]
+    fn add(&self, ns: u64) {
+        self.ns
+            .store(self.ns.load(Ordering::Relaxed) + ns, Ordering::Relaxed);
+        self.times
+            .store(self.times.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    fn mean_us(&self) -> Option<f64> {
+        let n = self.times.load(Ordering::Relaxed);
+        (n > 0).then(|| self.ns.load(Ordering::Relaxed) as f64 / n as f64 / 1e3)
+    }
+}
+
+/// Where a message's time goes, under `VCCL_TIMING=1`.
+#[derive(Default, Debug)]
+pub struct Timing {
+    /// From the first isend that found no posted receive until one that did.
+    pub descriptor: MeanStage,
+    /// In the calls that enqueue the copy and its step.
+    pub enqueue: MeanStage,
+    /// From there until the step was seen.
+    pub completion: MeanStage,
+}
+
+/// A stage's sum and count; one thread adds.
+#[derive(Default, Debug)]
+pub struct MeanStage(Stage);
+
+impl MeanStage {
+    /// Adds the time since `start`.
+    #[inline]
+    pub fn since(&self, start: Instant) {
+        self.0.add(start.elapsed().as_nanos() as u64);
+    }
+}
+
+/// One connection's counters. One thread at a time adds: the one inside the connection's gate.
+#[derive(Default, Debug)]
+pub struct Connection {
+    messages: [AtomicU64; PATHS],
+    bytes: [AtomicU64; PATHS],
+    /// Stages, when they are measured.
+    pub timing: Option<Box<Timing>>,
+}
+
+impl Connection {
+    /// Counters; with stages if the setting says so.
+    pub fn new(timing: bool) -> Connection {
+        Connection {
+            timing: timing.then(Box::default),
+            ..Connection::default()
+        }
+    }
+
+    /// Counts one message.
+    #[inline]
+    pub fn count(&self, path: Path, bytes: u64) {
+        let i = path as usize;
+        let add = |a: &AtomicU64, n| a.store(a.load(Ordering::Relaxed) + n, Ordering::Relaxed);
+        add(&self.messages[i], 1);
+        add(&self.bytes[i], bytes);
+    }
+
+    /// Adds to the process's totals, and logs one line for each path that was used.
+    pub fn report(&self, who: &str) {
+        for path in [Path::Push, Path::HostRing, Path::DeviceRing] {
+            let i = path as usize;
+            let messages = self.messages[i].swap(0, Ordering::Relaxed);
+            let bytes = self.bytes[i].swap(0, Ordering::Relaxed);
+            if messages > 0 {
+                PROCESS.messages[i].fetch_add(messages, Ordering::Relaxed);
+                PROCESS.bytes[i].fetch_add(bytes, Ordering::Relaxed);
+                log::info!("{who}: sent {messages} messages, {bytes} bytes, {path}");
+            }
+        }
+        if let Some(t) = &self.timing {
+            let show = |s: &MeanStage| s.0.mean_us().map_or("-".into(), |us| format!("{us:.2} us"));
+            log::info!(
+                "{who}: mean of a message: waits for its receive {}, enqueued in {}, done after {}",
+                show(&t.descriptor),
+                show(&t.enqueue),
+                show(&t.completion)
+            );
+        }
+    }
+}
+
+/// Said: both ranks of a connection use one GPU.
+pub static SAME_GPU: AtomicBool = AtomicBool::new(false);
+/// Said: memory goes through chunks in the receiver's GPU.
+pub static DEVICE_RING: AtomicBool = AtomicBool::new(false);
+/// Said: GPU memory goes through the host.
+pub static GPU_THROUGH_HOST: AtomicBool = AtomicBool::new(false);
+
+/// Warns, if `said` has not been said in this process.
+pub fn warn_once(said: &AtomicBool, text: impl FnOnce() -> String) {
+    if !said.swap(true, Ordering::Relaxed) {
+        log::warn!("{}", text());
+    }
+}

@@ -1,0 +1,310 @@
+//! One connection's use of a GPU: a context, a stream, and the driver's view of the shared memory.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::shm::{Shm, CONTROL_LEN};
+use super::steps::{reached, Shared};
+use crate::config::{self, ContextKind};
+use crate::cuda::{driver, Context, DevicePtr, Driver, Stream};
+use crate::error::{Error, Result, ResultCode};
+
+/// A context of one GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Gpu {
+    /// The driver.
+    pub driver: &'static Driver,
+    /// The context in which the copies are issued.
+    pub context: Context,
+    /// The device's ordinal in this process.
+    pub ordinal: i32,
+    /// The device, whatever the process.
+    pub uuid: [u8; 16],
+}
+
+fn poisoned<T>(e: std::sync::PoisonError<T>) -> T {
+    e.into_inner()
+}
+
+/// The contexts of `VCCL_CUDA_CONTEXT=private`, one for each device, for the life of the process:
+/// destroying one while the application exits is not worth its risks.
+fn private_context(driver: &Driver, ordinal: i32) -> Result<Context> {
+    static CONTEXTS: Mutex<Option<HashMap<i32, Context>>> = Mutex::new(None);
+    let mut all = CONTEXTS.lock().unwrap_or_else(poisoned);
+    let all = all.get_or_insert_with(HashMap::new);
+    if let Some(c) = all.get(&ordinal) {
+        return Ok(*c);
+    }
+    let c = driver.create_context(ordinal)?;
+    all.insert(ordinal, c);
+    Ok(c)
+}
+
+impl Gpu {
+    /// The GPU whose context is current in this thread; `None` where there is no driver, or no
+    /// context is current.
+    pub fn current() -> Result<Option<Gpu>> {
+        let Ok(driver) = driver() else {
+            return Ok(None);
+        };
+        match driver.current_context()? {
+            None => Ok(None),
+            Some((context, ordinal)) => Gpu::with(driver, context, ordinal).map(Some),
+        }
+    }
+
+    /// The GPU with that ordinal: by the context that is current, if it is that GPU's, else by its
+    /// primary context.
+    pub fn of_device(ordinal: i32) -> Result<Gpu> {
+        let driver = driver().map_err(|e| Error::new(ResultCode::UNHANDLED_CUDA, e))?;
+        match driver.current_context()? {
+            Some((context, o)) if o == ordinal => Gpu::with(driver, context, ordinal),
+            _ => Gpu::with(driver, driver.primary_context(ordinal)?, ordinal),
+        }
+    }
+
+    fn with(driver: &'static Driver, context: Context, ordinal: i32) -> Result<Gpu> {
+        let context = match config::current().cuda_context {
+            ContextKind::Primary => context,
+            ContextKind::Private => private_context(driver, ordinal)?,
+        };
+        Ok(Gpu {
+            driver,
+            context,
+            ordinal,
+            uuid: driver.device_uuid(ordinal)?,
+        })
+    }
+}
+
+/// A stream that connections share once there are `VCCL_STREAMS` of them in its context.
+#[derive(Debug)]
+struct PooledStream {
+    gpu: Gpu,
+    stream: Stream,
+}
+
+impl Drop for PooledStream {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.gpu.driver.enter(self.gpu.context) {
+            self.gpu.driver.destroy_stream(self.stream);
+        }
+    }
+}
+
+type Pools = HashMap<Context, Vec<std::sync::Weak<PooledStream>>>;
+
+fn take_stream(gpu: &Gpu, most: usize) -> Result<Arc<PooledStream>> {
+    static POOLS: Mutex<Option<Pools>> = Mutex::new(None);
+    let mut pools = POOLS.lock().unwrap_or_else(poisoned);
+    let pool = pools
+        .get_or_insert_with(HashMap::new)
+        .entry(gpu.context)
+        .or_default();
+    pool.retain(|w| w.strong_count() > 0);
+    if pool.len() >= most {
+        let least = pool
+            .iter()
+            .min_by_key(|w| w.strong_count())
+            .and_then(|w| w.upgrade());
+        if let Some(s) = least {
+            return Ok(s);
+        }
+    }
+    let _entered = gpu.driver.enter(gpu.context)?;
+    let stream = Arc::new(PooledStream {
+        gpu: *gpu,
+        stream: gpu.driver.create_stream()?,
+    });
+    pool.push(Arc::downgrade(&stream));
+    Ok(stream)
+}
+
+/// A range of the shared memory that the driver knows.
+#[derive(Debug)]
+struct Registered {
+    driver: &'static Driver,
+    host: *mut u8,
+    device: DevicePtr,
+    /// Keeps the mapping until the driver has forgotten it.
+    _shm: Arc<Shm>,
+}
+
+// SAFETY: an address that this value owns the registration of; it is not read through.
+unsafe impl Send for Registered {}
+// SAFETY: as above.
+unsafe impl Sync for Registered {}
+
+impl Registered {
+    fn new(gpu: &Gpu, shm: &Arc<Shm>, offset: usize, len: usize) -> Result<Registered> {
+        let _entered = gpu.driver.enter(gpu.context)?;
+        debug_assert!(offset + len <= shm.bytes());
+        let host = shm.base().wrapping_add(offset);
+        // SAFETY: the range lies in the mapping, which `_shm` keeps until after `drop`.
+        let device = unsafe { gpu.driver.register_host(host, len) }
+            .map_err(|e| e.context("page-locking a connection's shared memory"))?;
+        Ok(Registered {
+            driver: gpu.driver,
+            host,
+            device,
+            _shm: shm.clone(),
+        })
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // SAFETY: registered by `new`; who drops an engine has waited for its copies.
+        unsafe { self.driver.unregister_host(self.host) };
+    }
+}
+
+/// Which of the connection's two fence words an engine writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EndKind {
+    /// The sending end.
+    Sender,
+    /// The receiving end.
+    Receiver,
+}
+
+/// One end's engine.
+#[derive(Debug)]
+pub struct Engine {
+    /// Whose copies these are.
+    pub gpu: Gpu,
+    stream: Arc<PooledStream>,
+    control: Registered,
+    ring: OnceLock<Registered>,
+    ring_lock: Mutex<()>,
+    shm: Arc<Shm>,
+    kind: EndKind,
+    fences: AtomicU32,
+}
+
+impl Engine {
+    /// Makes everything that the data path needs: stream, and the driver's view of the control part.
+    pub fn new(gpu: Gpu, shm: Arc<Shm>, kind: EndKind) -> Result<Engine> {
+        let stream = take_stream(&gpu, config::current().streams)?;
+        let control = Registered::new(&gpu, &shm, 0, CONTROL_LEN)?;
+        let engine = Engine {
+            gpu,
+            stream,
+            control,
+            ring: OnceLock::new(),
+            ring_lock: Mutex::new(()),
+            shm,
+            kind,
+            fences: AtomicU32::new(0),
+        };
+        // No attribute says whether streams can write values; the first write does.
+        engine.fence().map_err(|e| {
+            e.context(format!(
+                "GPU {}: the step counters need streams that write values to memory",
+                gpu.ordinal
+            ))
+        })?;
+        Ok(engine)
+    }
+
+    /// Lets copies reach the host ring. Not for the data path.
+    pub fn register_ring(&self) -> Result<()> {
+        let _one_at_a_time = self.ring_lock.lock().unwrap_or_else(poisoned);
+        if self.ring.get().is_none() {
+            let r = Registered::new(
+                &self.gpu,
+                &self.shm,
+                CONTROL_LEN,
+                self.shm.bytes() - CONTROL_LEN,
+            )?;
+            let _ = self.ring.set(r);
+        }
+        Ok(())
+    }
+
+    /// The GPUs' address of chunk `i` of the host ring, once it is registered.
+    #[inline]
+    pub fn ring_chunk(&self, i: usize) -> Option<DevicePtr> {
+        let r = self.ring.get()?;
+        Some(r.device + (self.shm.host_chunk_offset(i) - CONTROL_LEN) as u64)
+    }
+
+    /// The GPUs' address of a word of the control part.
+    #[inline]
+    fn word(&self, w: &AtomicU32) -> DevicePtr {
+        let offset = (&raw const *w as usize).wrapping_sub(self.shm.base() as usize);
+        debug_assert!(offset + 4 <= CONTROL_LEN);
+        self.control.device + offset as u64
+    }
+
+    /// Enqueues one copy, and behind it the write of `value` to `word`.
+    ///
+    /// # Safety
+    /// Both ranges are valid for the copy until `word` has the value; `word` is in the connection's
+    /// shared memory.
+    #[inline]
+    pub unsafe fn copy_then_write(
+        &self,
+        dst: DevicePtr,
+        src: DevicePtr,
+        len: usize,
+        word: &AtomicU32,
+        value: u32,
+    ) -> Result<()> {
+        let d = self.gpu.driver;
+        let _entered = d.enter(self.gpu.context)?;
+        // SAFETY: the caller's promise.
+        unsafe { d.copy_async(dst, src, len, self.stream.stream)? };
+        // SAFETY: the word lies in the registered control part, which the engine keeps.
+        unsafe { d.write_value(self.word(word), value, self.stream.stream) }
+    }
+
+    fn fence_word<'a>(&self, shared: &'a Shared) -> &'a AtomicU32 {
+        match self.kind {
+            EndKind::Sender => &shared.sender_fence,
+            EndKind::Receiver => &shared.receiver_fence,
+        }
+    }
+
+    /// Enqueues a fence behind all copies so far: its number for [`Engine::passed`].
+    pub fn fence(&self) -> Result<u32> {
+        let n = self.fences.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        let d = self.gpu.driver;
+        let _entered = d.enter(self.gpu.context)?;
+        let word = self.word(self.fence_word(self.shm.shared()));
+        // SAFETY: the word lies in the registered control part, which the engine keeps.
+        unsafe { d.write_value(word, n, self.stream.stream)? };
+        Ok(n)
+    }
+
+    /// Whether the stream has passed fence `n`; an error says that a copy failed.
+    pub fn passed(&self, n: u32) -> Result<bool> {
+        let word = self.fence_word(self.shm.shared());
+        if reached(word.load(Ordering::Acquire), n) {
+            return Ok(true);
+        }
+        self.check().map(|()| false)
+    }
+
+    /// Waits until all copies so far are over: `false` when they are not by `deadline`.
+    pub fn drain(&self, deadline: Instant) -> Result<bool> {
+        let n = self.fence()?;
+        loop {
+            if self.passed(n)? {
+                return Ok(true);
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// Whether a copy failed.
+    pub fn check(&self) -> Result<()> {
+        let _entered = self.gpu.driver.enter(self.gpu.context)?;
+        self.gpu.driver.stream_idle(self.stream.stream).map(|_| ())
+    }
+}

@@ -1,0 +1,917 @@
+//! The link between two processes: one socket for all connections in one direction, whatever their
+//! number, and the one thread of a process that reads them.
+//!
+//! A process listens on one Unix socket with an abstract, random name: it leaves no file behind, and
+//! whoever reaches it shares the host and the network namespace. Memory is offered and mapped over
+//! the link, off the data path; the link's end is how the death of a peer is learnt.
+//!
+//! The thread exists while the process has a listener or a connection.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{
+    accept4, bind, connect, getsockopt, listen, recvmsg, sendmsg, socket, sockopt, AddressFamily,
+    Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
+};
+
+use super::export::Exports;
+use super::import::Imports;
+use super::recv::{Accepted, RecvControl};
+use super::send::SendControl;
+use super::shm::Shm;
+use super::wire::{Message, Nonce, MAX_FDS, MAX_PACKET, PROTOCOL};
+use crate::config;
+use crate::error::{Error, Result};
+
+const TOKEN_LISTENER: u64 = 0;
+const TOKEN_WAKE: u64 = 1;
+const FIRST_LINK: u64 = 2;
+/// Set in the token of the descriptor that tells of the peer process's end.
+const PROCESS_BIT: u64 = 1 << 63;
+
+/// 128 random bits.
+pub fn random() -> Nonce {
+    let mut n = [0u8; 16];
+    let mut filled = 0;
+    while filled < n.len() {
+        // SAFETY: writes at most the given length into the rest of `n`.
+        let r = unsafe { libc::getrandom(n[filled..].as_mut_ptr().cast(), n.len() - filled, 0) };
+        if r > 0 {
+            filled += r as usize;
+        }
+    }
+    n
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn address(nonce: &Nonce) -> UnixAddr {
+    let hex: String = nonce.iter().map(|b| format!("{b:02x}")).collect();
+    UnixAddr::new_abstract(format!("vccl-{hex}").as_bytes()).expect("37 bytes fit an address")
+}
+
+/// Who is at the other end of a link, as the kernel says.
+#[derive(Clone, Copy, Debug)]
+pub struct Peer {
+    /// Its process id as this process sees it; 0 when it is in a PID namespace that we cannot see.
+    pub pid: i32,
+    /// Its user.
+    pub uid: u32,
+}
+
+impl std::fmt::Display for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.pid {
+            0 => f.write_str("a process of another PID namespace"),
+            pid => write!(f, "process {pid}"),
+        }
+    }
+}
+
+/// One socket to one process.
+#[derive(Debug)]
+pub struct Link {
+    id: u64,
+    fd: OwnedFd,
+    /// Readable once the peer process has ended: its socket may live on in its children.
+    process: Option<OwnedFd>,
+    /// Who is there.
+    pub peer: Peer,
+    /// Whether the other end is this process.
+    pub same_process: bool,
+    /// Whether we connected: then we send over this link's connections.
+    outgoing: bool,
+    greeted: AtomicBool,
+    dead: AtomicBool,
+    why_dead: Mutex<String>,
+    out: Mutex<VecDeque<(Vec<u8>, Vec<OwnedFd>)>>,
+    next_conn: AtomicU64,
+    sends: Mutex<HashMap<u64, Weak<SendControl>>>,
+    recvs: Mutex<HashMap<u64, Weak<RecvControl>>>,
+    /// What the peer offers.
+    pub imports: Mutex<Imports>,
+    /// What we offer the peer.
+    pub exports: Mutex<Exports>,
+    inner: Weak<Inner>,
+}
+
+impl Link {
+    fn new(
+        inner: &Arc<Inner>,
+        fd: OwnedFd,
+        outgoing: bool,
+        same_process: bool,
+    ) -> Result<Arc<Link>> {
+        let cred = getsockopt(&fd, sockopt::PeerCredentials)
+            .map_err(|e| Error::system("reading the credentials of a peer process", e))?;
+        let link = Arc::new(Link {
+            id: inner.next_id.fetch_add(1, Ordering::Relaxed),
+            process: pidfd(fd.as_fd(), cred.pid()),
+            fd,
+            peer: Peer {
+                pid: cred.pid(),
+                uid: cred.uid(),
+            },
+            same_process,
+            outgoing,
+            greeted: AtomicBool::new(outgoing),
+            dead: AtomicBool::new(false),
+            why_dead: Mutex::new(String::new()),
+            out: Mutex::new(VecDeque::new()),
+            next_conn: AtomicU64::new(1),
+            sends: Mutex::default(),
+            recvs: Mutex::default(),
+            imports: Mutex::default(),
+            exports: Mutex::default(),
+            inner: Arc::downgrade(inner),
+        });
+        lock(&inner.links).insert(link.id, link.clone());
+        let watch = |fd: BorrowedFd<'_>, token| {
+            let flags = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLET;
+            inner.epoll.add(fd, EpollEvent::new(flags, token))
+        };
+        watch(link.fd.as_fd(), link.id)
+            .and_then(|()| match &link.process {
+                Some(p) if !same_process => watch(p.as_fd(), link.id | PROCESS_BIT),
+                _ => Ok(()),
+            })
+            .map_err(|e| Error::system("watching a peer process", e))
+            .inspect_err(|_| {
+                lock(&inner.links).remove(&link.id);
+            })?;
+        Ok(link)
+    }
+
+    /// Whether the peer process is gone.
+    #[inline]
+    pub fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Acquire)
+    }
+
+    /// The error for what cannot be because the peer is gone.
+    #[cold]
+    pub fn dead_error(&self) -> Error {
+        Error::remote(lock(&self.why_dead).clone())
+    }
+
+    /// A number for a new connection, with the maps that route to it.
+    pub fn new_conn(&self) -> u64 {
+        self.next_conn.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Routes the connection's messages to `control`.
+    pub fn attach_send(&self, conn: u64, control: &Arc<SendControl>) {
+        lock(&self.sends).insert(conn, Arc::downgrade(control));
+    }
+
+    /// Routes no more messages to the connection's sending end.
+    pub fn detach_send(&self, conn: u64) {
+        lock(&self.sends).remove(&conn);
+    }
+
+    /// Routes no more messages to the connection's receiving end.
+    pub fn detach_recv(&self, conn: u64) {
+        lock(&self.recvs).remove(&conn);
+    }
+
+    /// Sends a message, or queues it where the peer is slow to read. Order is kept.
+    pub fn send(&self, message: &Message, fds: Vec<OwnedFd>) {
+        debug_assert!(message.fits_descriptors(fds.len()));
+        let mut out = lock(&self.out);
+        out.push_back((message.encode(), fds));
+        self.flush(&mut out);
+    }
+
+    fn flush(&self, out: &mut VecDeque<(Vec<u8>, Vec<OwnedFd>)>) {
+        while let Some((packet, fds)) = out.front() {
+            let raw: Vec<RawFd> = fds.iter().map(|f| f.as_raw_fd()).collect();
+            let rights = [ControlMessage::ScmRights(&raw)];
+            let cmsgs = if raw.is_empty() {
+                &rights[..0]
+            } else {
+                &rights[..]
+            };
+            let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+            match sendmsg::<()>(
+                self.fd.as_raw_fd(),
+                &[IoSlice::new(packet)],
+                cmsgs,
+                flags,
+                None,
+            ) {
+                Ok(_) => {
+                    out.pop_front();
+                }
+                // An edge of EPOLLOUT will come.
+                Err(Errno::EAGAIN) => return,
+                Err(Errno::EINTR) => {}
+                // Too many descriptors in flight, or no memory: the peer will take some.
+                Err(Errno::ETOOMANYREFS | Errno::ENOBUFS | Errno::ENOMEM) => {
+                    if let Some(inner) = self.inner.upgrade() {
+                        inner.retry.store(true, Ordering::Release);
+                        inner.wake();
+                    }
+                    return;
+                }
+                Err(_) => {
+                    // The reading side will see the end and say so.
+                    out.clear();
+                    return;
+                }
+            }
+        }
+    }
+
+    fn receive(&self) -> Received {
+        let mut packet = vec![0u8; MAX_PACKET];
+        let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
+        let mut iov = [IoSliceMut::new(&mut packet)];
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+        let (n, fds, cut) =
+            match recvmsg::<()>(self.fd.as_raw_fd(), &mut iov, Some(&mut space), flags) {
+                Ok(m) => {
+                    let mut fds = Vec::new();
+                    let mut cut = m
+                        .flags
+                        .intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
+                    match m.cmsgs() {
+                        Ok(all) => {
+                            for c in all {
+                                if let ControlMessageOwned::ScmRights(raw) = c {
+                                    for fd in raw {
+                                        // SAFETY: the kernel has just made the descriptor for us.
+                                        fds.push(unsafe { OwnedFd::from_raw_fd(fd) });
+                                    }
+                                }
+                            }
+                        }
+                        Err(_) => cut = true,
+                    }
+                    (m.bytes, fds, cut)
+                }
+                Err(Errno::EAGAIN) => return Received::Nothing,
+                Err(Errno::EINTR) => return Received::Again,
+                Err(e) => return Received::End(format!("its socket failed: {}", e.desc())),
+            };
+        if n == 0 {
+            return Received::End("it has ended, or closed its side".into());
+        }
+        if cut {
+            return Received::End(
+                "a message of its could not be received whole; is this process at its limit of open \
+                 files (ulimit -n)?"
+                    .into(),
+            );
+        }
+        match Message::decode(&packet[..n]) {
+            Some(m) if m.fits_descriptors(fds.len()) => Received::Message(m, fds),
+            _ => Received::End("it sent a message that is none of vccl's".into()),
+        }
+    }
+
+    /// Marks the link dead, and tells its connections.
+    fn die(&self, why: &str) {
+        if self.is_dead() {
+            return;
+        }
+        *lock(&self.why_dead) = format!("the peer, {}, is gone: {why}", self.peer);
+        self.dead.store(true, Ordering::Release);
+        lock(&self.out).clear();
+        if let Some(inner) = self.inner.upgrade() {
+            let _ = inner.epoll.delete(&self.fd);
+            if let Some(p) = &self.process {
+                let _ = inner.epoll.delete(p);
+            }
+            lock(&inner.links).remove(&self.id);
+            lock(&inner.by_peer).retain(|_, l| l.id != self.id);
+        }
+        let _ = nix::sys::socket::shutdown(self.fd.as_raw_fd(), nix::sys::socket::Shutdown::Both);
+        for r in lock(&self.recvs).values().filter_map(Weak::upgrade) {
+            r.wake();
+        }
+    }
+
+    fn send_control(&self, conn: u64) -> Option<Arc<SendControl>> {
+        lock(&self.sends).get(&conn).and_then(Weak::upgrade)
+    }
+
+    fn recv_control(&self, conn: u64) -> Option<Arc<RecvControl>> {
+        lock(&self.recvs).get(&conn).and_then(Weak::upgrade)
+    }
+
+    /// Acts on a message. An error ends the link.
+    fn handle(self: &Arc<Link>, inner: &Inner, m: Message, fds: Vec<OwnedFd>) -> Result<()> {
+        if let Message::Hello {
+            version,
+            target,
+            source,
+        } = m
+        {
+            if self.outgoing {
+                return Err(Error::remote("it greets as if it had connected to us"));
+            }
+            return self.greeting(inner, version, &target, &source);
+        }
+        if !self.greeted.load(Ordering::Acquire) {
+            return Err(Error::remote("it sent a message before its greeting"));
+        }
+        if self.outgoing {
+            self.handle_as_sender(inner, m, fds)
+        } else {
+            self.handle_as_receiver(inner, m, fds)
+        }
+    }
+
+    fn greeting(&self, inner: &Inner, version: u32, target: &Nonce, source: &Nonce) -> Result<()> {
+        let ours = nix::unistd::geteuid().as_raw();
+        let refusal = if version != PROTOCOL {
+            format!(
+                "vccl of another version: this side speaks protocol {PROTOCOL}, the other {version}; \
+                 use the same library on all ranks"
+            )
+        } else if *target != inner.nonce {
+            "the handle belongs to another process".to_string()
+        } else if self.peer.uid != ours && self.peer.uid != 0 && ours != 0 {
+            format!(
+                "user {} connects to a process of user {ours}; ranks of one job run as one user",
+                self.peer.uid
+            )
+        } else {
+            if source == &inner.nonce && !self.same_process {
+                return Err(Error::remote("it claims to be this process"));
+            }
+            self.greeted.store(true, Ordering::Release);
+            self.send(&Message::Welcome, Vec::new());
+            return Ok(());
+        };
+        self.send(
+            &Message::Refused {
+                text: refusal.clone(),
+            },
+            Vec::new(),
+        );
+        Err(Error::remote(refusal))
+    }
+
+    fn handle_as_sender(
+        self: &Arc<Link>,
+        inner: &Inner,
+        m: Message,
+        fds: Vec<OwnedFd>,
+    ) -> Result<()> {
+        match m {
+            Message::Welcome => {}
+            Message::Refused { text } => return Err(Error::remote(format!("it refused: {text}"))),
+            Message::Connected { conn } => {
+                if let Some(c) = self.send_control(conn) {
+                    c.connected();
+                }
+            }
+            Message::ConnectFailed { conn, text } => {
+                if let Some(c) = self.send_control(conn) {
+                    c.refused(text);
+                }
+            }
+            Message::Export { export, uuid, kind } => {
+                lock(&self.imports).offered(export, uuid, kind, fds)?;
+            }
+            Message::Region {
+                conn,
+                region,
+                len,
+                target,
+            } => {
+                // A connection that is closed here needs no region.
+                if let Some(c) = self.send_control(conn) {
+                    self.send(&c.region_offered(region, len, target)?, Vec::new());
+                }
+            }
+            Message::Drop { conn, region } => {
+                let answer = Message::Dropped { conn, region };
+                match self.send_control(conn) {
+                    Some(c) => inner.chore(c.quiesce(Some(region)), self.clone(), answer),
+                    None => self.send(&answer, Vec::new()),
+                }
+            }
+            Message::Close { conn } => {
+                let answer = Message::CloseAck { conn };
+                match self.send_control(conn) {
+                    Some(c) => inner.chore(c.quiesce(None), self.clone(), answer),
+                    None => self.send(&answer, Vec::new()),
+                }
+            }
+            Message::HostDrainReady { conn } => {
+                if let Some(c) = self.send_control(conn) {
+                    c.host_drain(Ok(()));
+                }
+            }
+            Message::HostDrainFailed { conn, text } => {
+                if let Some(c) = self.send_control(conn) {
+                    c.host_drain(Err(text));
+                }
+            }
+            _ => return Err(Error::remote("it sent a message that only a sender sends")),
+        }
+        Ok(())
+    }
+
+    fn handle_as_receiver(
+        self: &Arc<Link>,
+        inner: &Inner,
+        m: Message,
+        fds: Vec<OwnedFd>,
+    ) -> Result<()> {
+        match m {
+            Message::Connect {
+                conn,
+                listener,
+                secret,
+                host_chunk,
+                first,
+            } => {
+                let answer =
+                    match self.accept(inner, conn, listener, &secret, host_chunk, first, fds) {
+                        Ok(()) => Message::Connected { conn },
+                        Err(e) => Message::ConnectFailed {
+                            conn,
+                            text: e.text().to_string(),
+                        },
+                    };
+                self.send(&answer, Vec::new());
+            }
+            Message::RegionReady { conn, region } => {
+                if let Some(c) = self.recv_control(conn) {
+                    c.region_ready(region);
+                }
+            }
+            Message::RegionFailed { conn, region, text } => {
+                if let Some(c) = self.recv_control(conn) {
+                    c.region_failed(region, &text);
+                }
+            }
+            Message::Dropped { conn, region } => {
+                if let Some(c) = self.recv_control(conn) {
+                    c.region_dropped(region);
+                }
+            }
+            Message::CloseAck { conn } => {
+                if let Some(c) = self.recv_control(conn) {
+                    c.close_acknowledged();
+                }
+            }
+            Message::WantHostDrain { conn } => {
+                if let Some(c) = self.recv_control(conn) {
+                    let answer = match c.prepare_host_drain() {
+                        Ok(()) => Message::HostDrainReady { conn },
+                        Err(e) => Message::HostDrainFailed {
+                            conn,
+                            text: e.text().to_string(),
+                        },
+                    };
+                    self.send(&answer, Vec::new());
+                }
+            }
+            Message::Close { conn } => {
+                if let Some(c) = self.recv_control(conn) {
+                    c.wake();
+                }
+            }
+            _ => {
+                return Err(Error::remote(
+                    "it sent a message that only a receiver sends",
+                ))
+            }
+        }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn accept(
+        self: &Arc<Link>,
+        inner: &Inner,
+        conn: u64,
+        listener: u64,
+        secret: &Nonce,
+        host_chunk: u64,
+        first: u32,
+        fds: Vec<OwnedFd>,
+    ) -> Result<()> {
+        let listener = lock(&inner.listeners)
+            .get(&listener)
+            .cloned()
+            .ok_or_else(|| {
+                Error::remote("nobody listens on this handle any more: it was closed")
+            })?;
+        if listener.secret != *secret {
+            return Err(Error::remote("the handle's secret is wrong"));
+        }
+        if !(4096..=16 << 20).contains(&host_chunk) || host_chunk % 4096 != 0 {
+            return Err(Error::remote(format!(
+                "chunks of {host_chunk} bytes are not possible"
+            )));
+        }
+        let [fd] = <[OwnedFd; 1]>::try_from(fds)
+            .map_err(|_| Error::remote("no shared memory was sent"))?;
+        let shm = Shm::open(fd.as_fd(), host_chunk as usize)?;
+        let control = Arc::new(RecvControl::new(self.clone(), conn, Arc::new(shm), first));
+        {
+            let mut recvs = lock(&self.recvs);
+            if recvs.contains_key(&conn) {
+                return Err(Error::remote(format!("connection {conn} exists already")));
+            }
+            recvs.insert(conn, Arc::downgrade(&control));
+        }
+        lock(&listener.waiting).push_back(Accepted { control });
+        Ok(())
+    }
+}
+
+enum Received {
+    Message(Message, Vec<OwnedFd>),
+    Nothing,
+    Again,
+    End(String),
+}
+
+/// A descriptor that becomes readable when the peer process ends; none where the kernel cannot.
+fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> Option<OwnedFd> {
+    const SO_PEERPIDFD: libc::c_int = 77;
+    let mut fd: libc::c_int = -1;
+    let mut len = std::mem::size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the option is an int of this length (Linux 6.5 on); both live through the call.
+    let r = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PEERPIDFD,
+            (&raw mut fd).cast(),
+            &mut len,
+        )
+    };
+    if r != 0 && pid > 0 {
+        // SAFETY: takes no pointers; gives a new descriptor, which is closed on exec.
+        fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) } as libc::c_int;
+    } else if r != 0 {
+        return None;
+    }
+    // SAFETY: a new descriptor that nobody else has.
+    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// What connectors reach by a handle.
+#[derive(Debug)]
+pub struct Listener {
+    /// Its number in this process.
+    pub id: u64,
+    /// Proof of holding the handle.
+    pub secret: Nonce,
+    /// Connections that wait for accept.
+    pub waiting: Mutex<VecDeque<Accepted>>,
+}
+
+/// Work of the service thread that waits for something: `Ok(true)` when it is over.
+pub type Step = Box<dyn FnMut() -> bool + Send>;
+
+struct Chore {
+    step: Step,
+    link: Arc<Link>,
+    answer: Message,
+}
+
+/// What the service thread shares with the others.
+pub struct Inner {
+    epoll: Epoll,
+    wake: EventFd,
+    socket: OwnedFd,
+    /// This process's name.
+    pub nonce: Nonce,
+    links: Mutex<HashMap<u64, Arc<Link>>>,
+    by_peer: Mutex<HashMap<Nonce, Arc<Link>>>,
+    listeners: Mutex<HashMap<u64, Arc<Listener>>>,
+    chores: Mutex<Vec<Chore>>,
+    next_id: AtomicU64,
+    retry: AtomicBool,
+    stop: AtomicBool,
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inner")
+            .field("nonce", &self.nonce)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Inner {
+    fn wake(&self) {
+        let _ = self.wake.write(1);
+    }
+
+    fn chore(&self, step: Step, link: Arc<Link>, answer: Message) {
+        lock(&self.chores).push(Chore { step, link, answer });
+    }
+
+    /// One round of what waits; whether anything still does.
+    fn run_chores(&self) -> bool {
+        let mut chores = std::mem::take(&mut *lock(&self.chores));
+        chores.retain_mut(|c| {
+            let over = (c.step)();
+            if over {
+                c.link.send(&c.answer, Vec::new());
+            }
+            !over
+        });
+        let mut all = lock(&self.chores);
+        all.append(&mut chores);
+        !all.is_empty()
+    }
+
+    fn accept_links(self: &Arc<Inner>) {
+        loop {
+            let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+            match accept4(self.socket.as_raw_fd(), flags) {
+                Ok(raw) => {
+                    // SAFETY: the kernel has just made the descriptor for us.
+                    let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+                    let own = getsockopt(&fd, sockopt::PeerCredentials)
+                        .is_ok_and(|c| c.pid() == std::process::id() as i32);
+                    match Link::new(self, fd, false, own) {
+                        // What came before it was watched gives an edge as well.
+                        Ok(_) => {}
+                        Err(e) => log::warn!("a peer process could not be served: {e}"),
+                    }
+                }
+                Err(Errno::EINTR | Errno::ECONNABORTED) => {}
+                Err(Errno::EAGAIN) => return,
+                Err(e) => {
+                    log::warn!(
+                        "accepting a peer process failed: {} ({e:?}){}",
+                        e.desc(),
+                        if e == Errno::EMFILE {
+                            "; raise the limit of open files (ulimit -n)"
+                        } else {
+                            ""
+                        }
+                    );
+                    // The listener is level-triggered: do not spin on it.
+                    std::thread::sleep(Duration::from_millis(10));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn read_link(self: &Arc<Inner>, link: &Arc<Link>) {
+        loop {
+            match link.receive() {
+                Received::Nothing => return,
+                Received::Again => {}
+                Received::End(why) => return link.die(&why),
+                Received::Message(m, fds) => {
+                    if let Err(e) = link.handle(self, m, fds) {
+                        return link.die(e.text());
+                    }
+                }
+            }
+        }
+    }
+
+    fn serve(self: &Arc<Inner>) {
+        let mut events = [EpollEvent::empty(); 64];
+        let mut busy_rounds = 0u32;
+        while !self.stop.load(Ordering::Acquire) {
+            let waiting = self.run_chores();
+            let retry = self.retry.swap(false, Ordering::AcqRel);
+            let timeout = if waiting && busy_rounds < 32 {
+                // A copy in flight is over in microseconds, mostly.
+                busy_rounds += 1;
+                std::thread::sleep(Duration::from_micros(20));
+                EpollTimeout::ZERO
+            } else if waiting || retry {
+                EpollTimeout::from(1u8)
+            } else {
+                busy_rounds = 0;
+                EpollTimeout::NONE
+            };
+            let n = match self.epoll.wait(&mut events, timeout) {
+                Ok(n) => n,
+                Err(Errno::EINTR) => continue,
+                Err(e) => {
+                    log::warn!("the link thread cannot wait for events: {}", e.desc());
+                    std::thread::sleep(Duration::from_millis(10));
+                    continue;
+                }
+            };
+            if retry {
+                let links: Vec<_> = lock(&self.links).values().cloned().collect();
+                for l in links {
+                    l.flush(&mut lock(&l.out));
+                }
+            }
+            for e in &events[..n] {
+                match e.data() {
+                    TOKEN_LISTENER => self.accept_links(),
+                    TOKEN_WAKE => {
+                        let _ = self.wake.read();
+                    }
+                    token => {
+                        let Some(link) = lock(&self.links).get(&(token & !PROCESS_BIT)).cloned()
+                        else {
+                            continue;
+                        };
+                        if token & PROCESS_BIT == 0 {
+                            link.flush(&mut lock(&link.out));
+                        }
+                        self.read_link(&link);
+                        if token & PROCESS_BIT != 0 {
+                            link.die("its process has ended");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The service of this process: its listener, its links, and the thread that serves them.
+#[derive(Debug)]
+pub struct Service {
+    inner: Arc<Inner>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    /// The process that made it: a fork has the memory but not the thread.
+    pid: u32,
+}
+
+static SERVICE: Mutex<Weak<Service>> = Mutex::new(Weak::new());
+
+impl Service {
+    /// The service of this process; starts it if there is none.
+    pub fn get() -> Result<Arc<Service>> {
+        let mut current = lock(&SERVICE);
+        if let Some(s) = current.upgrade() {
+            if s.pid == std::process::id() {
+                return Ok(s);
+            }
+            // This is a fork of the process that made it. Its thread is not here: leave it be.
+            std::mem::forget(s);
+        }
+        let s = Arc::new(Service::start()?);
+        *current = Arc::downgrade(&s);
+        Ok(s)
+    }
+
+    fn start() -> Result<Service> {
+        let sys = |what: &'static str| move |e| Error::system(what, e);
+        let nonce = random();
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(sys("epoll_create1"))?;
+        let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(sys("eventfd"))?;
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)
+            .map_err(sys("making a Unix socket"))?;
+        bind(fd.as_raw_fd(), &address(&nonce)).map_err(sys("binding a Unix socket"))?;
+        listen(&fd, Backlog::MAXALLOWABLE).map_err(sys("listening on a Unix socket"))?;
+        epoll
+            .add(&fd, EpollEvent::new(EpollFlags::EPOLLIN, TOKEN_LISTENER))
+            .and_then(|()| epoll.add(&wake, EpollEvent::new(EpollFlags::EPOLLIN, TOKEN_WAKE)))
+            .map_err(sys("epoll_ctl"))?;
+        let inner = Arc::new(Inner {
+            epoll,
+            wake,
+            socket: fd,
+            nonce,
+            links: Mutex::default(),
+            by_peer: Mutex::default(),
+            listeners: Mutex::default(),
+            chores: Mutex::default(),
+            next_id: AtomicU64::new(FIRST_LINK),
+            retry: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+        });
+        let shared = inner.clone();
+        let thread = without_signals(|| {
+            std::thread::Builder::new()
+                .name("vccl-link".into())
+                .spawn(move || {
+                    // A panic must not leave connections waiting for ever.
+                    while std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| shared.serve()))
+                        .is_err()
+                    {
+                        log::warn!("the link thread failed (a fault of vccl's) and goes on");
+                    }
+                })
+        })
+        .map_err(|e| {
+            Error::system(
+                "starting the link thread",
+                Errno::from_raw(e.raw_os_error().unwrap_or(0)),
+            )
+        })?;
+        Ok(Service {
+            inner,
+            thread: Some(thread),
+            pid: std::process::id(),
+        })
+    }
+
+    /// This process's name.
+    pub fn nonce(&self) -> &Nonce {
+        &self.inner.nonce
+    }
+
+    /// A new listener.
+    pub fn listen(&self) -> Arc<Listener> {
+        let l = Arc::new(Listener {
+            id: self.inner.next_id.fetch_add(1, Ordering::Relaxed),
+            secret: random(),
+            waiting: Mutex::default(),
+        });
+        lock(&self.inner.listeners).insert(l.id, l.clone());
+        l
+    }
+
+    /// Ends a listener; gives the connections that nobody accepted.
+    pub fn unlisten(&self, l: &Listener) -> VecDeque<Accepted> {
+        lock(&self.inner.listeners).remove(&l.id);
+        std::mem::take(&mut *lock(&l.waiting))
+    }
+
+    /// The link to the process `peer`; connects if there is none. `None`: the peer has too many
+    /// waiting connections, try again.
+    pub fn link_to(&self, peer: &Nonce) -> Result<Option<Arc<Link>>> {
+        let mut by_peer = lock(&self.inner.by_peer);
+        if let Some(l) = by_peer.get(peer) {
+            return Ok(Some(l.clone()));
+        }
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)
+            .map_err(|e| Error::system("making a Unix socket", e))?;
+        match connect(fd.as_raw_fd(), &address(peer)) {
+            Ok(()) => {}
+            Err(Errno::EAGAIN | Errno::EINTR | Errno::EINPROGRESS) => return Ok(None),
+            Err(Errno::ECONNREFUSED | Errno::ENOENT) => {
+                return Err(Error::remote("its Unix socket cannot be reached"))
+            }
+            Err(e) => return Err(Error::system("connecting to the peer's Unix socket", e)),
+        }
+        let link = Link::new(&self.inner, fd, true, *peer == self.inner.nonce)?;
+        let hello = Message::Hello {
+            version: PROTOCOL,
+            target: *peer,
+            source: self.inner.nonce,
+        };
+        link.send(&hello, Vec::new());
+        by_peer.insert(*peer, link.clone());
+        Ok(Some(link))
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A fork: the thread is the parent's.
+            std::mem::forget(self.thread.take());
+            return;
+        }
+        self.inner.stop.store(true, Ordering::Release);
+        self.inner.wake();
+        if let Some(t) = self.thread.take() {
+            let _ = t.join();
+        }
+        let links = std::mem::take(&mut *lock(&self.inner.links));
+        lock(&self.inner.by_peer).clear();
+        drop(links);
+    }
+}
+
+/// Runs `f` with all signals blocked, so that a thread it starts takes none of the program's.
+fn without_signals<T>(f: impl FnOnce() -> T) -> T {
+    use nix::sys::signal::{pthread_sigmask, SigSet, SigmaskHow};
+    let mut old = SigSet::empty();
+    let blocked = pthread_sigmask(
+        SigmaskHow::SIG_SETMASK,
+        Some(&SigSet::all()),
+        Some(&mut old),
+    )
+    .is_ok();
+    let r = f();
+    if blocked {
+        let _ = pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&old), None);
+    }
+    r
+}
+
+/// The time that close and deregMr may take, from now on.
+pub fn close_deadline() -> std::time::Instant {
+    std::time::Instant::now() + Duration::from_millis(config::current().close_timeout_ms)
+}

@@ -1,0 +1,869 @@
+//! The sending end: takes posted receives, and pushes straight into the receiver's memory.
+
+use std::collections::HashMap;
+use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Instant;
+
+use super::engine::{EndKind, Engine, Gpu};
+use super::link::{close_deadline, Link, Step};
+use super::memory::classify;
+use super::regions::{Reach, Regions};
+use super::ring::Filler;
+use super::shm::Shm;
+use super::steps::{reached, side, slot, status, Chunk, Claims, Shared, DEVICE_CHUNKS, RING};
+use super::wire::{Message, Target};
+use crate::error::{Error, Result};
+use crate::gate::{Gate, Pass};
+use crate::telemetry::{self, Path};
+use crate::transport::{End, Memory, Region, SendEnd};
+
+/// Chunks that the CPU copies in one poll: other connections wait meanwhile.
+const CPU_CHUNKS_A_POLL: usize = 4;
+
+/// Where a connection stands before it can be used.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Phase {
+    /// The receiving process has not answered.
+    Asked,
+    /// It waits in the listener's queue, or was accepted.
+    Connected,
+    /// There will be no connection; why.
+    Refused(String),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    /// Nothing to wait for.
+    Over,
+    /// A push is in the stream; its step is written behind it.
+    Pushed,
+    /// In the queue of a ring, or all in it: until the last chunk is filled.
+    Staged { device: bool },
+    /// Its memory was deregistered.
+    Cancelled,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    state: State,
+    seq: u32,
+    len: u64,
+    addr: u64,
+    memory: Memory,
+    filled: u64,
+    last_fill: u32,
+}
+
+const NO_REQUEST: Request = Request {
+    state: State::Over,
+    seq: 0,
+    len: 0,
+    addr: 0,
+    memory: Memory::Host,
+    filled: 0,
+    last_fill: 0,
+};
+
+/// Requests in the order in which they go through a ring.
+#[derive(Debug)]
+struct Queue {
+    items: [u8; RING],
+    head: usize,
+    len: usize,
+}
+
+impl Queue {
+    const EMPTY: Queue = Queue {
+        items: [0; RING],
+        head: 0,
+        len: 0,
+    };
+
+    fn push(&mut self, index: usize) {
+        debug_assert!(self.len < RING);
+        self.items[(self.head + self.len) % RING] = index as u8;
+        self.len += 1;
+    }
+
+    fn front(&self) -> Option<usize> {
+        (self.len > 0).then(|| self.items[self.head] as usize)
+    }
+
+    fn pop(&mut self) {
+        self.head = (self.head + 1) % RING;
+        self.len -= 1;
+    }
+}
+
+#[derive(Debug)]
+struct SendState {
+    claims: Claims,
+    requests: [Request; RING],
+    host: Filler,
+    host_queue: Queue,
+    device: Filler,
+    device_queue: Queue,
+}
+
+/// Whether the receiver drains the host ring into its GPU.
+mod host_drain {
+    pub const NOT_ASKED: u32 = 0;
+    pub const ASKED: u32 = 1;
+    pub const READY: u32 = 2;
+    pub const FAILED: u32 = 3;
+}
+
+/// What the link thread and NCCL's threads share of a sending end.
+#[derive(Debug)]
+pub struct SendControl {
+    // Dropped before the shared memory that it has page-locked.
+    engine: OnceLock<Engine>,
+    shm: Arc<Shm>,
+    link: Arc<Link>,
+    conn: u64,
+    gate: Gate<SendState>,
+    regions: Regions,
+    /// The exports behind mapped regions. Who takes an entry out leaves the export.
+    exports: Mutex<HashMap<u32, u64>>,
+    /// The ring in the receiver's GPU: its export, and for the data path where it is.
+    ring_export: Mutex<Option<u64>>,
+    ring_base: AtomicU64,
+    ring_chunk: AtomicU64,
+    host_ring_used: AtomicBool,
+    host_drain: AtomicU32,
+    failed: AtomicBool,
+    phase: Mutex<Phase>,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl SendControl {
+    /// A connection that has yet to be asked for.
+    pub fn new(shm: Arc<Shm>, link: Arc<Link>, conn: u64, first: u32) -> Result<Arc<SendControl>> {
+        shm.shared().start(first);
+        let control = Arc::new(SendControl {
+            engine: OnceLock::new(),
+            shm,
+            link,
+            conn,
+            gate: Gate::new(SendState {
+                claims: Claims::new(first),
+                requests: [NO_REQUEST; RING],
+                host: Filler::default(),
+                host_queue: Queue::EMPTY,
+                device: Filler::default(),
+                device_queue: Queue::EMPTY,
+            }),
+            regions: Regions::default(),
+            exports: Mutex::default(),
+            ring_export: Mutex::new(None),
+            ring_base: AtomicU64::new(0),
+            ring_chunk: AtomicU64::new(0),
+            host_ring_used: AtomicBool::new(false),
+            host_drain: AtomicU32::new(host_drain::NOT_ASKED),
+            failed: AtomicBool::new(false),
+            phase: Mutex::new(Phase::Asked),
+        });
+        if let Some(gpu) = Gpu::current()? {
+            control.ensure_engine(gpu)?;
+        }
+        Ok(control)
+    }
+
+    fn shared(&self) -> &Shared {
+        self.shm.shared()
+    }
+
+    fn ensure_engine(&self, gpu: Gpu) -> Result<&Engine> {
+        if self.engine.get().is_none() {
+            let _ = self
+                .engine
+                .set(Engine::new(gpu, self.shm.clone(), EndKind::Sender)?);
+        }
+        let engine = self.engine.get().expect("set above");
+        if self.host_ring_used.load(Ordering::SeqCst) {
+            engine.register_ring()?;
+        }
+        Ok(engine)
+    }
+
+    /// The receiving process took the connection.
+    pub fn connected(&self) {
+        *lock(&self.phase) = Phase::Connected;
+    }
+
+    /// The receiving process refused it.
+    pub fn refused(&self, why: String) {
+        *lock(&self.phase) = Phase::Refused(why);
+    }
+
+    /// Where the connection stands.
+    pub fn phase(&self) -> Phase {
+        let phase = lock(&self.phase).clone();
+        if phase == Phase::Asked && self.link.is_dead() {
+            return Phase::Refused(self.link.dead_error().text().to_string());
+        }
+        phase
+    }
+
+    /// The receiver drains the host ring into its GPU, or says why it cannot.
+    pub fn host_drain(&self, r: std::result::Result<(), String>) {
+        let state = match r {
+            Ok(()) => host_drain::READY,
+            Err(why) => {
+                log::warn!(
+                    "{}: host memory that CUDA has not page-locked cannot be sent to the peer's \
+                     GPU: {why}",
+                    self.describe()
+                );
+                host_drain::FAILED
+            }
+        };
+        self.host_drain.store(state, Ordering::Release);
+    }
+
+    /// The receiver registered memory: maps it where that is the way, and answers. An error is a
+    /// breach of the protocol.
+    pub fn region_offered(&self, region: u32, len: u64, target: Target) -> Result<Message> {
+        let conn = self.conn;
+        let failed = |text: &str| Message::RegionFailed {
+            conn,
+            region,
+            text: text.to_string(),
+        };
+        let no_engine = "the sending process has no CUDA context on this connection";
+        let reach = match target {
+            Target::Mapped { export, offset } => {
+                let Some(engine) = self.engine.get() else {
+                    return Ok(failed(no_engine));
+                };
+                let mut imports = lock(&self.link.imports);
+                let r = match imports.reach(export, &engine.gpu, self.link.same_process) {
+                    Ok(r) => r,
+                    Err(e) => {
+                        imports.leave_if_unused(export);
+                        return Ok(failed(e.text()));
+                    }
+                };
+                if offset.checked_add(len).is_none_or(|end| end > r.len) {
+                    imports.leave(export);
+                    return Err(Error::remote(
+                        "the peer's region does not lie in its allocation",
+                    ));
+                }
+                if r.same_gpu {
+                    telemetry::warn_once(&telemetry::SAME_GPU, || {
+                        format!(
+                            "{}: both ranks use GPU {}: copies within one GPU wait for its SMs",
+                            self.describe(),
+                            engine.gpu.ordinal
+                        )
+                    });
+                }
+                lock(&self.exports).insert(region, export);
+                Reach::Mapped(r.addr + offset, len)
+            }
+            Target::HostRing => {
+                self.host_ring_used.store(true, Ordering::SeqCst);
+                if let Some(engine) = self.engine.get() {
+                    if let Err(e) = engine.register_ring() {
+                        return Ok(failed(e.text()));
+                    }
+                }
+                Reach::HostRing(len)
+            }
+            Target::DeviceRing { export, chunk } => {
+                let Some(engine) = self.engine.get() else {
+                    return Ok(failed(no_engine));
+                };
+                let mut ring = lock(&self.ring_export);
+                if ring.is_none() {
+                    let mut imports = lock(&self.link.imports);
+                    let r = match imports.reach(export, &engine.gpu, self.link.same_process) {
+                        Ok(r) => r,
+                        Err(e) => {
+                            imports.leave_if_unused(export);
+                            return Ok(failed(e.text()));
+                        }
+                    };
+                    if chunk == 0
+                        || chunk
+                            .checked_mul(DEVICE_CHUNKS as u64)
+                            .is_none_or(|n| n > r.len)
+                        || chunk > u32::MAX as u64
+                    {
+                        imports.leave(export);
+                        return Err(Error::remote(
+                            "the peer's staging ring has an impossible size",
+                        ));
+                    }
+                    self.ring_base.store(r.addr, Ordering::Relaxed);
+                    self.ring_chunk.store(chunk, Ordering::Relaxed);
+                    *ring = Some(export);
+                }
+                Reach::DeviceRing(len)
+            }
+        };
+        if !self.regions.insert(region, reach) {
+            return Err(Error::remote("the peer registered one region twice"));
+        }
+        telemetry::region(reach_path(reach));
+        log::debug!(
+            "{}: region {region}, {len} bytes: {}",
+            self.describe(),
+            reach_path(reach)
+        );
+        Ok(Message::RegionReady { conn, region })
+    }
+
+    /// Takes a region, or all, out of use: a step for the link thread, which is over when no copy
+    /// of ours touches it any more and it is unmapped.
+    pub fn quiesce(self: &Arc<Self>, region: Option<u32>) -> Step {
+        match region {
+            Some(r) => self.regions.remove(r),
+            None => self.regions.clear(),
+        }
+        let control = self.clone();
+        let mut fence = None;
+        // A copy that never ends keeps what it uses mapped.
+        let give_up = close_deadline() + std::time::Duration::from_secs(30);
+        Box::new(move || {
+            let late = Instant::now() >= give_up;
+            if control.gate.is_busy() && !late {
+                return false;
+            }
+            let over = match (control.engine.get(), &mut fence) {
+                (None, _) => true,
+                (Some(engine), Some(n)) => engine.passed(*n).unwrap_or(true),
+                (Some(engine), fence) => match engine.fence() {
+                    Ok(n) => {
+                        *fence = Some(n);
+                        false
+                    }
+                    // The context is gone, and its copies with it.
+                    Err(_) => true,
+                },
+            };
+            if over || late {
+                control.leave_exports(region, over);
+            }
+            over || late
+        })
+    }
+
+    fn leave_exports(&self, region: Option<u32>, quiet: bool) {
+        let mut imports = lock(&self.link.imports);
+        let mut exports = lock(&self.exports);
+        let mut leave = |export| {
+            if quiet {
+                imports.leave(export)
+            } else {
+                imports.abandon(export)
+            }
+        };
+        match region {
+            Some(r) => {
+                if let Some(export) = exports.remove(&r) {
+                    leave(export);
+                }
+            }
+            None => {
+                for (_, export) in exports.drain() {
+                    leave(export);
+                }
+                if let Some(export) = lock(&self.ring_export).take() {
+                    leave(export);
+                }
+            }
+        }
+    }
+
+    /// The error for what cannot go on, if that is so.
+    #[inline]
+    fn trouble(&self) -> Result<()> {
+        if self.link.is_dead()
+            || self.failed.load(Ordering::Relaxed)
+            || self.shared().receiver.load(Ordering::Acquire) != side::OPEN
+        {
+            return Err(self.trouble_error());
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn trouble_error(&self) -> Error {
+        if self.link.is_dead() {
+            return self.link.dead_error().context(self.describe());
+        }
+        if self.failed.load(Ordering::Relaxed) {
+            return Error::internal(format!(
+                "{}: a copy failed before on this connection",
+                self.describe()
+            ));
+        }
+        Error::remote(match self.shared().receiver.load(Ordering::Acquire) {
+            side::FAILED => format!(
+                "{}: the receiving end failed; see its own messages",
+                self.describe()
+            ),
+            _ => format!(
+                "{}: the receiving end has closed the connection",
+                self.describe()
+            ),
+        })
+    }
+
+    #[cold]
+    fn fail(&self, e: Error) -> Error {
+        self.failed.store(true, Ordering::Relaxed);
+        self.shared().sender.store(side::FAILED, Ordering::Release);
+        e.context(self.describe())
+    }
+
+    fn describe(&self) -> String {
+        format!("connection {} to {}", self.conn, self.link.peer)
+    }
+
+    /// Enters the gate from a thread that is not the data path's; waits for it, in bounded time.
+    fn enter_by(&self, deadline: Instant) -> Option<Pass<'_, SendState>> {
+        loop {
+            if let Ok(p) = self.gate.enter() {
+                return Some(p);
+            }
+            if Instant::now() >= deadline {
+                return None;
+            }
+            std::thread::sleep(std::time::Duration::from_micros(20));
+        }
+    }
+
+    /// Moves what is in the rings' queues forward.
+    #[inline]
+    fn progress(&self, st: &mut SendState) -> Result<()> {
+        let SendState {
+            requests,
+            host,
+            host_queue,
+            device,
+            device_queue,
+            ..
+        } = st;
+        let shared = self.shared();
+        let mut budget = CPU_CHUNKS_A_POLL;
+        while let Some(index) = host_queue.front() {
+            let r = &mut requests[index];
+            if r.state == State::Cancelled {
+                host_queue.pop();
+                continue;
+            }
+            let by_cpu = r.memory.is_host();
+            if by_cpu && budget == 0 {
+                break;
+            }
+            let Some((fill, i)) = host.free(&shared.host) else {
+                break;
+            };
+            let n = (r.len - r.filled).min(self.shm.host_chunk() as u64);
+            let chunk = &shared.host[i];
+            host.fill(chunk, r.seq, n as u32, r.filled, r.len);
+            let src = r.addr + r.filled;
+            if by_cpu {
+                budget -= 1;
+                let dst = self.shm.base().wrapping_add(self.shm.host_chunk_offset(i));
+                // SAFETY: `src` lies in a region that NCCL keeps while the request lives; the chunk
+                // has `host_chunk` bytes, at least `n`, and is ours until `filled` says otherwise.
+                unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst, n as usize) };
+                chunk.filled.store(fill, Ordering::Release);
+            } else {
+                let (engine, dst) = self
+                    .engine
+                    .get()
+                    .and_then(|e| Some((e, e.ring_chunk(i)?)))
+                    .ok_or_else(|| {
+                        self.fail(Error::internal("GPU memory is sent without a GPU"))
+                    })?;
+                fence(Ordering::Release);
+                // SAFETY: the source as above; the chunk is ours until `filled`, which lies in the
+                // shared memory, says otherwise.
+                unsafe { engine.copy_then_write(dst, src, n as usize, &chunk.filled, fill) }
+                    .map_err(|e| self.fail(e))?;
+            }
+            r.filled += n;
+            r.last_fill = fill;
+            if r.filled == r.len {
+                host_queue.pop();
+            }
+        }
+        while let Some(index) = device_queue.front() {
+            let r = &mut requests[index];
+            if r.state == State::Cancelled {
+                device_queue.pop();
+                continue;
+            }
+            let Some((fill, i)) = device.free(&shared.device) else {
+                break;
+            };
+            let size = self.ring_chunk.load(Ordering::Relaxed);
+            let n = (r.len - r.filled).min(size);
+            let chunk = &shared.device[i];
+            device.fill(chunk, r.seq, n as u32, r.filled, r.len);
+            let engine = self
+                .engine
+                .get()
+                .ok_or_else(|| self.fail(Error::internal("GPU memory is sent without a GPU")))?;
+            let dst = self.ring_base.load(Ordering::Relaxed) + i as u64 * size;
+            fence(Ordering::Release);
+            // SAFETY: the source lies in a region that NCCL keeps while the request lives; the chunk is
+            // mapped and ours until `filled`, which lies in the shared memory, says otherwise.
+            unsafe {
+                engine.copy_then_write(dst, r.addr + r.filled, n as usize, &chunk.filled, fill)
+            }
+            .map_err(|e| self.fail(e))?;
+            r.filled += n;
+            r.last_fill = fill;
+            if r.filled == r.len {
+                device_queue.pop();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for SendControl {
+    fn drop(&mut self) {
+        // What close could not wait for was taken out of here.
+        self.leave_exports(None, true);
+    }
+}
+
+fn reach_path(r: Reach) -> Path {
+    match r {
+        Reach::Mapped(..) => Path::Push,
+        Reach::HostRing(_) => Path::HostRing,
+        Reach::DeviceRing(_) => Path::DeviceRing,
+    }
+}
+
+/// The sending end of a connection over the copy engines.
+#[derive(Debug)]
+pub struct SendConnection {
+    control: Arc<SendControl>,
+    counters: telemetry::Connection,
+    closed: bool,
+}
+
+impl SendConnection {
+    /// The end of a connection that the peer has taken.
+    pub fn new(control: Arc<SendControl>) -> SendConnection {
+        SendConnection {
+            control,
+            counters: telemetry::Connection::default(),
+            closed: false,
+        }
+    }
+
+    /// Stages a message through a ring.
+    #[inline]
+    fn stage(
+        &self,
+        st: &mut SendState,
+        index: usize,
+        device: bool,
+        seq: u32,
+        r: Request,
+    ) -> Result<bool> {
+        st.claims.take(seq);
+        st.requests[index] = Request {
+            state: State::Staged { device },
+            ..r
+        };
+        if device {
+            &mut st.device_queue
+        } else {
+            &mut st.host_queue
+        }
+        .push(index);
+        self.counters.count(
+            if device {
+                Path::DeviceRing
+            } else {
+                Path::HostRing
+            },
+            r.len,
+        );
+        self.control.progress(st)?;
+        Ok(true)
+    }
+
+    #[cold]
+    fn refuse(&self, st: &mut SendState, seq: u32, len: u64, why: u32, e: Error) -> Error {
+        let shared = self.control.shared();
+        shared.set_outcome(seq, len, why);
+        st.claims.take(seq);
+        shared.set_done(seq);
+        e.context(self.control.describe())
+    }
+}
+
+impl SendEnd for SendConnection {
+    #[inline]
+    fn send(&self, index: usize, addr: u64, len: u64, tag: u32, region: &Region) -> Result<bool> {
+        let control = &*self.control;
+        if !region.holds(addr, len) {
+            return Err(outside(addr, len, region).context(control.describe()));
+        }
+        let mut st = control.gate.enter()?;
+        let st = &mut *st;
+        let shared = control.shared();
+        let Some((seq, p)) = st.claims.find(shared, tag) else {
+            return control.trouble().map(|()| false);
+        };
+        if len > p.capacity {
+            let e = Error::invalid_usage(format!(
+                "a send of {len} bytes (tag {tag}) meets a receive of {} bytes: nothing was written; \
+                 both sides must agree on the size",
+                p.capacity
+            ));
+            return Err(self.refuse(st, seq, len, status::TOO_LARGE, e));
+        }
+        let request = Request {
+            state: State::Over,
+            seq,
+            len,
+            addr,
+            memory: region.memory,
+            filled: 0,
+            last_fill: 0,
+        };
+        if len == 0 {
+            st.claims.take(seq);
+            shared.set_outcome(seq, 0, status::OK);
+            shared.set_done(seq);
+            st.requests[index] = request;
+            return Ok(true);
+        }
+        let drained = || control.host_drain.load(Ordering::Acquire);
+        match control.regions.get(p.region) {
+            Some(Reach::Mapped(base, bytes)) => {
+                if p.offset
+                    .checked_add(p.capacity)
+                    .is_none_or(|end| end > bytes)
+                {
+                    let e = Error::remote("a posted receive does not lie in its region");
+                    return Err(self.refuse(st, seq, len, status::BAD_DESCRIPTOR, e));
+                }
+                if region.memory == Memory::Host {
+                    return match drained() {
+                        host_drain::READY => self.stage(st, index, false, seq, request),
+                        host_drain::FAILED => Err(Error::invalid_usage(
+                            "host memory that CUDA has not page-locked cannot reach the peer's GPU",
+                        )),
+                        _ => control.trouble().map(|()| false),
+                    };
+                }
+                let Some(engine) = control.engine.get() else {
+                    return Err(control.fail(Error::internal("a mapped region without a GPU")));
+                };
+                shared.set_outcome(seq, len, status::OK);
+                st.claims.take(seq);
+                fence(Ordering::Release);
+                // SAFETY: the source lies in a region that NCCL keeps while the request lives. The
+                // destination lies in a region that was checked to hold it and that the link thread
+                // keeps mapped: it saw the gate busy, or its removal would have been seen by `get`.
+                // The word is in the shared memory.
+                unsafe {
+                    engine.copy_then_write(
+                        base + p.offset,
+                        addr,
+                        len as usize,
+                        &shared.done[slot(seq)],
+                        seq,
+                    )
+                }
+                .map_err(|e| control.fail(e))?;
+                st.requests[index] = Request {
+                    state: State::Pushed,
+                    ..request
+                };
+                self.counters.count(Path::Push, len);
+                Ok(true)
+            }
+            Some(Reach::HostRing(_)) => self.stage(st, index, false, seq, request),
+            Some(Reach::DeviceRing(_)) => match (region.memory, drained()) {
+                (Memory::Host, host_drain::READY) => self.stage(st, index, false, seq, request),
+                (Memory::Host, host_drain::FAILED) => Err(Error::invalid_usage(
+                    "host memory that CUDA has not page-locked cannot reach the peer's GPU",
+                )),
+                (Memory::Host, _) => control.trouble().map(|()| false),
+                _ => self.stage(st, index, true, seq, request),
+            },
+            None => control.trouble().map(|()| false),
+        }
+    }
+}
+
+/// A send or receive that its registration does not cover.
+#[cold]
+pub fn outside(addr: u64, len: u64, region: &Region) -> Error {
+    Error::invalid_argument(format!(
+        "{len} bytes at {addr:#x} do not lie in the registered region of {} bytes at {:#x}",
+        region.len, region.addr
+    ))
+}
+
+fn last_chunk(chunks: &[Chunk], fill: u32) -> &Chunk {
+    &chunks[fill.wrapping_sub(1) as usize % chunks.len()]
+}
+
+impl End for SendConnection {
+    fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
+        let control = &*self.control;
+        let memory = classify(addr, len, cuda)?;
+        if let Memory::Device(ordinal) = memory {
+            if control.engine.get().is_none() {
+                control.ensure_engine(Gpu::of_device(ordinal)?)?;
+            }
+        }
+        if memory == Memory::Host
+            && control.engine.get().is_some()
+            && control
+                .host_drain
+                .compare_exchange(
+                    host_drain::NOT_ASKED,
+                    host_drain::ASKED,
+                    Ordering::AcqRel,
+                    Ordering::Acquire,
+                )
+                .is_ok()
+        {
+            control
+                .link
+                .send(&Message::WantHostDrain { conn: control.conn }, Vec::new());
+        }
+        Ok(Region {
+            addr,
+            len,
+            memory,
+            id: 0,
+        })
+    }
+
+    fn deregister(&self, region: Region) -> Result<()> {
+        let control = &*self.control;
+        let deadline = close_deadline();
+        if let Some(mut st) = control.enter_by(deadline) {
+            for r in &mut st.requests {
+                if matches!(r.state, State::Staged { .. })
+                    && r.filled < r.len
+                    && region.holds(r.addr, r.len)
+                {
+                    r.state = State::Cancelled;
+                    control.fail(Error::internal("cancelled"));
+                }
+            }
+        }
+        if let (Some(engine), true) = (control.engine.get(), region.memory != Memory::Host) {
+            if !engine.drain(deadline).unwrap_or(true) {
+                log::warn!(
+                    "{}: copies out of {} are still in flight after {} ms, as its registration ends",
+                    control.describe(),
+                    region.memory,
+                    crate::config::current().close_timeout_ms
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn poll(&self, index: usize) -> Result<Option<usize>> {
+        let control = &*self.control;
+        let mut st = control.gate.enter()?;
+        let st = &mut *st;
+        if st.host_queue.len + st.device_queue.len > 0 {
+            control.progress(st)?;
+        }
+        let shared = control.shared();
+        let r = &st.requests[index];
+        let over = match r.state {
+            State::Over => true,
+            State::Pushed => shared.is_done(r.seq),
+            State::Staged { device } => {
+                r.filled == r.len && {
+                    let chunks: &[Chunk] = if device { &shared.device } else { &shared.host };
+                    reached(
+                        last_chunk(chunks, r.last_fill)
+                            .filled
+                            .load(Ordering::Acquire),
+                        r.last_fill,
+                    )
+                }
+            }
+            State::Cancelled => {
+                return Err(Error::invalid_usage(
+                    "the memory of a send was deregistered before it ended",
+                ))
+            }
+        };
+        if over {
+            return Ok(Some(r.len as usize));
+        }
+        control.trouble().map(|()| None)
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.control.engine.get() {
+            Some(e) => e.check().map_err(|e| self.control.fail(e)),
+            None => Ok(()),
+        }
+    }
+
+    fn close(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.closed, true) {
+            return Ok(());
+        }
+        let control = &self.control;
+        let deadline = close_deadline();
+        control.regions.clear();
+        // A copy that failed is over as well.
+        let quiet = control
+            .engine
+            .get()
+            .is_none_or(|e| e.drain(deadline).unwrap_or(true));
+        if !control.failed.load(Ordering::Relaxed) {
+            let state = if quiet { side::CLOSED } else { side::FAILED };
+            control.shared().sender.store(state, Ordering::Release);
+        }
+        if !control.link.is_dead() {
+            control
+                .link
+                .send(&Message::Close { conn: control.conn }, Vec::new());
+        }
+        control.link.detach_send(control.conn);
+        control.leave_exports(None, quiet);
+        self.counters.report(&control.describe());
+        if !quiet {
+            log::warn!(
+                "{}: closed while copies are still in flight after {} ms; what they use stays mapped",
+                control.describe(),
+                crate::config::current().close_timeout_ms
+            );
+            // The stream may yet write to the shared memory: never unmap it.
+            std::mem::forget(control.clone());
+        }
+        Ok(())
+    }
+
+    fn describe(&self) -> String {
+        self.control.describe()
+    }
+}
+
+impl Drop for SendConnection {
+    fn drop(&mut self) {
+        let _ = self.close();
+    }
+}
