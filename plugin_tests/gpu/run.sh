@@ -18,7 +18,7 @@ usage: run.sh [--lib FILE] [--driver FILE] [--steps a,b,c] [--nccl FOLDER_OR_FIL
 --parts LIST        of perf.py's parts, instead of all
 --quick             fewer sizes, types and rounds
 --budget SECONDS    for all steps together (no limit by default); what does not fit is cut short
---out FOLDER        gets summary.txt, perf.json, perf.md and logs.tar.gz (./gpu-results)
+--out FOLDER        gets summary.txt, perf.json, perf.md and logs.tar.gz (target/gpu-results)
 
 Prints one line per check, PASS, FAIL or SKIP, and 'N passed, N failed' at the end. Exits 1 if any failed.
 A step that fails does not stop the next.
@@ -30,7 +30,7 @@ root=$(cd "$here/../.." && pwd)
 lib=$root/target/dist/lib/libnccl-net-vccl.so
 driver=$root/target/dist/bin/plugin_driver
 steps=conformance,torch,versions,nccl-tests,perf
-out=./gpu-results
+out=$root/target/gpu-results
 nccl_tests='' programs='' quick='' scenarios='' parts='' budget=1000000
 nccls=()
 while (($#)); do
@@ -83,7 +83,7 @@ vccl_env() { # vccl_env registered|unregistered COMMAND...: under the recipe
     (
         set -a
         VCCL_RECIPE=$kind
-        # shellcheck source=recipe.env
+        # shellcheck source-path=SCRIPTDIR source=recipe.env
         . "$here/recipe.env"
         unset VCCL_RECIPE
         LD_LIBRARY_PATH=$(dirname "$lib")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
@@ -93,7 +93,7 @@ vccl_env() { # vccl_env registered|unregistered COMMAND...: under the recipe
 }
 left_behind() {
     local found
-    found=$({ find /dev/shm -maxdepth 1 -name '*vccl*' 2>/dev/null; grep -o '[^ ]*vccl[^ ]*$' /proc/net/unix 2>/dev/null; } | head -4 | tr '\n' ' ')
+    found=$({ find /dev/shm -maxdepth 1 -name '*vccl*' 2>/dev/null; grep -o ' /[^ ]*vccl[^ ]*$' /proc/net/unix 2>/dev/null; } | head -4 | tr '\n' ' ')
     [[ -z $found ]] || say "FAIL $1/left behind: $found"
 }
 

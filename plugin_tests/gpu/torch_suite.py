@@ -620,13 +620,24 @@ def tail(path, n=6):
 
 
 def errors_of(path):
-    """The lines of a worker's output that say most, then its end."""
+    """The lines of a worker's output that say most: errors, where it hung, its end."""
     if not os.path.exists(path):
         return []
     with open(path, errors="replace") as f:
         lines = [x.rstrip()[:220] for x in f]
-    key = [x for x in lines if "Error" in x or "error" in x or "WARN" in x]
-    return key[:3] + [x[:220] for x in tail(path, 3)]
+    out = [x for x in lines if "Error" in x or "error" in x][:3]
+    stacks = [i for i, x in enumerate(lines) if "most recent call first" in x]
+    if stacks:
+        out += ["it hung in:"] + lines[stacks[-1] + 1:stacks[-1] + 5]
+    else:
+        out += [x for x in tail(path, 2) if x[:220] not in out]
+    return [x[:220] for x in out]
+
+
+def warnings_of(folder):
+    import nccl_log
+    seen = [w for f in nccl_log.files_of([folder]) for w in nccl_log.read(f)["warnings"]]
+    return [w[:260] for w in seen[:4]]
 
 
 def leftovers():
@@ -638,7 +649,9 @@ def leftovers():
         pass
     try:
         with open("/proc/net/unix") as f:
-            found += [line.split()[-1] for line in f if "vccl" in line]
+            # an abstract name (@...) belongs to a process that lives
+            names = [line.split()[-1] for line in f if "vccl" in line]
+            found += [n for n in names if n.startswith("/")]
     except OSError:
         pass
     return found
@@ -648,6 +661,7 @@ def run_scenario(name, args, tally):
     limit, extra, registered, _ = SCENARIOS[name]
     limit = min(limit, args.limit)
     label = f"{args.label}/{name}"
+    failed_before = tally.failed
     out = os.path.join(args.out, f"{args.label}.{name}".replace("/", "_"))
     logs = os.path.join(out, "nccl")
     os.makedirs(logs, exist_ok=True)
@@ -731,8 +745,11 @@ def run_scenario(name, args, tally):
         named = [k for k in ("ncclRemoteError", "remote process exited", "ncclSystemError", "ncclInternalError", "unhandled system error",
                              "Watchdog caught collective operation timeout") if k in text]
         ok = bool(killed) and not hung and 0 <= after < 30 and "Watchdog caught collective operation timeout" not in named
+        lines = [] if ok else errors_of(outputs[0])
         tally.line(ok, f"{label}/watchdog: survivor {'HUNG' if hung else f'ended {after:.1f} s after the kill, code {procs[0].returncode}'}"
                        f"; it named {named or 'no NCCL error'}")
+        for line in lines:
+            print(f"     | {line}", flush=True)
     else:
         for r, rows in enumerate(found):
             died_as_planned = name == "abort-api" and r == 1 and procs[r].returncode == -signal.SIGKILL
@@ -750,6 +767,9 @@ def run_scenario(name, args, tally):
                 print(f"     | {line}", flush=True)
     if name == "abort-api" and "abort" not in groups and procs[0].returncode == 0:
         tally.line(False, f"{label}: the survivor did not report")
+    if tally.failed > failed_before:
+        for line in warnings_of(logs):
+            print(f"     | {line}", flush=True)
     if args.device == "cuda":
         import nccl_log
         ok, text = nccl_log.prove([logs], registered, args.net, WORLD)

@@ -101,7 +101,7 @@ driver! {
 pub struct DoubleHooks {
     enter: unsafe extern "C" fn(),
     leave: unsafe extern "C" fn(),
-    violations: unsafe extern "C" fn(*mut c_char, usize) -> usize,
+    violations: unsafe extern "C" fn(*mut c_char, usize) -> c_int,
 }
 
 /// While it lives, its thread is on the progress path.
@@ -115,14 +115,21 @@ impl DoubleHooks {
         OnPath(self)
     }
 
-    /// How many rules of the driver were broken so far, and which.
+    /// How many rules of the driver were broken so far, and which: each once, with its count.
     pub fn violations(self) -> (usize, String) {
-        let mut text = vec![0u8; 16 * 1024];
+        let mut text = vec![0u8; 256 * 1024];
         // SAFETY: the buffer has the length that is passed; the double terminates its text.
         let n = unsafe { (self.violations)(text.as_mut_ptr().cast(), text.len()) };
         let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
-        // The double may declare its count as an int.
-        (n as u32 as usize, String::from_utf8_lossy(&text[..end]).into_owned())
+        let mut lines: Vec<(String, usize)> = Vec::new();
+        for line in String::from_utf8_lossy(&text[..end]).lines() {
+            match lines.iter_mut().find(|l| l.0 == line) {
+                Some(l) => l.1 += 1,
+                None => lines.push((line.to_string(), 1)),
+            }
+        }
+        let list: Vec<String> = lines.iter().map(|(l, n)| format!("{l} ({n} times)")).collect();
+        (n.max(0) as usize, list.join("; "))
     }
 }
 

@@ -69,6 +69,7 @@ impl<'a> Stream<'a> {
 struct Area {
     memory: Registered,
     buffer: Arc<Buffer>,
+    base: usize,
     stride: usize,
     guard: Vec<u8>,
 }
@@ -78,29 +79,63 @@ fn guard_key(id: usize) -> Key {
     Key { seed: 0x6a7d, rank: usize::MAX, connection: id, message: 0 }
 }
 
-impl Area {
-    fn new(ctx: &Ctx, s: &Stream) -> Result<Area> {
-        let mut most = 0;
-        for i in 0..s.count {
-            let h = (s.shape)(i);
-            most = most.max(h.offset + if s.link.sends() { h.size } else { h.capacity });
+/// With more streams than this, those of one direction share one allocation: an allocation of the
+/// GPU has at least 2 MiB.
+const SHARE_ABOVE: usize = 64;
+
+fn stride(s: &Stream) -> usize {
+    let mut most = 0;
+    for i in 0..s.count {
+        let h = (s.shape)(i);
+        most = most.max(h.offset + if s.link.sends() { h.size } else { h.capacity });
+    }
+    (GUARD + most + GUARD).next_multiple_of(GUARD)
+}
+
+fn areas(ctx: &Ctx, streams: &[Stream]) -> Result<Vec<Area>> {
+    let strides: Vec<usize> = streams.iter().map(stride).collect();
+    let mut shared: [Option<(Arc<Buffer>, usize)>; 2] = [None, None];
+    if streams.len() > SHARE_ABOVE {
+        for (i, share) in shared.iter_mut().enumerate() {
+            let of_it = || streams.iter().zip(&strides).filter(|(s, _)| s.link.sends() == (i == 1));
+            if let Some((first, _)) = of_it().next() {
+                let total = of_it().map(|(s, stride)| s.slots * stride).sum();
+                *share = Some((ctx.buffer(first.link, total)?, 0));
+            }
         }
-        let stride = (GUARD + most + GUARD).next_multiple_of(GUARD);
+    }
+    let mut out = Vec::new();
+    for (s, stride) in streams.iter().zip(strides) {
         let len = stride * s.slots;
-        let wanted = s.place.map_or(0, |p| p.load(Ordering::Relaxed));
-        let buffer = ctx.buffer_at(s.link, len, wanted)?;
-        if let Some(p) = s.place {
-            p.store(buffer.address(), Ordering::Relaxed);
-        }
-        let memory = ctx.register(s.link, &buffer)?;
+        let (buffer, base) = match &mut shared[usize::from(s.link.sends())] {
+            Some((buffer, next)) => {
+                let base = *next;
+                *next += len;
+                (buffer.clone(), base)
+            }
+            None => {
+                let wanted = s.place.map_or(0, |p| p.load(Ordering::Relaxed));
+                let buffer = ctx.buffer_at(s.link, len, wanted)?;
+                if let Some(p) = s.place {
+                    p.store(buffer.address(), Ordering::Relaxed);
+                }
+                (buffer, 0)
+            }
+        };
+        let memory = ctx
+            .service(|net| net.reg_mr(s.link.comm, &buffer, base, len))
+            .context(|| format!("connection {}", s.link.id))?;
         let mut guard = Vec::new();
         if !s.link.sends() {
             guard.resize(len, 0);
             pattern::fill(guard_key(s.link.id), &mut guard);
         }
-        Ok(Area { memory, buffer, stride, guard })
+        out.push(Area { memory, buffer, base, stride, guard });
     }
+    Ok(out)
+}
 
+impl Area {
     fn start(&self, slot: usize, shape: Shape) -> usize {
         slot * self.stride + GUARD + shape.offset
     }
@@ -108,7 +143,7 @@ impl Area {
     /// Writes what is sent next, or the guards that must survive.
     fn prepare(&self, ctx: &Ctx, s: &Stream, first: usize, n: usize) -> Result<()> {
         if !s.link.sends() {
-            return self.buffer.write(0, &self.guard[..n * self.stride]);
+            return self.buffer.write(self.base, &self.guard[..n * self.stride]);
         }
         let mut image = vec![0u8; n * self.stride];
         for i in 0..n {
@@ -116,7 +151,7 @@ impl Area {
             let at = self.start(i, h);
             pattern::fill(s.key(ctx.rank, first + i), &mut image[at..at + h.size]);
         }
-        self.buffer.write(0, &image)
+        self.buffer.write(self.base, &image)
     }
 
     fn verify(&self, ctx: &Ctx, s: &Stream, first: usize, n: usize) -> Result<()> {
@@ -124,7 +159,7 @@ impl Area {
             return Ok(());
         }
         let mut found = vec![0u8; n * self.stride];
-        self.buffer.read(0, &mut found)?;
+        self.buffer.read(self.base, &mut found)?;
         let mut expected = self.guard[..n * self.stride].to_vec();
         for i in 0..n {
             let h = (s.shape)(first + i);
@@ -154,8 +189,7 @@ impl Area {
 
 /// Moves all messages of all streams through the progress thread and checks them.
 pub fn exchange(ctx: &Ctx, streams: &[Stream]) -> Result<()> {
-    let areas: Vec<Area> =
-        streams.iter().map(|s| Area::new(ctx, s)).collect::<Result<_>>().context(|| "memory")?;
+    let areas = areas(ctx, streams).context(|| "memory")?;
     let mut batch = 0;
     loop {
         // The part of each stream that this round moves.

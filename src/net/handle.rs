@@ -121,14 +121,28 @@ impl Handle {
     }
 }
 
-/// The attempt that this copy of a handle belongs to; 0 before the first call.
-pub fn attempt(handle: &[u8; HANDLE_LEN]) -> u64 {
-    u64::from_le_bytes(handle[ATTEMPT..].try_into().expect("8 bytes"))
+fn attempt_check(handle: &[u8; HANDLE_LEN], attempt: u32) -> u32 {
+    let sum = &handle[CHECKED..ATTEMPT];
+    checksum(&[sum, &attempt.to_le_bytes()].concat()) as u32
+}
+
+/// The attempt that this copy of a handle belongs to; `None` before the first call.
+pub fn attempt(handle: &[u8; HANDLE_LEN]) -> Result<Option<u32>> {
+    let word = |at: usize| u32::from_le_bytes(handle[at..at + 4].try_into().expect("4 bytes"));
+    match (word(ATTEMPT), word(ATTEMPT + 4)) {
+        (0, 0) => Ok(None),
+        (n, check) if check == attempt_check(handle, n) => Ok(Some(n)),
+        _ => Err(Error::invalid_argument(
+            "the handle was damaged: pass the same memory to connect each time",
+        )),
+    }
 }
 
 /// Notes the attempt in the connector's copy of the handle, which NCCL passes again.
-pub fn set_attempt(handle: &mut [u8; HANDLE_LEN], attempt: u64) {
-    handle[ATTEMPT..].copy_from_slice(&attempt.to_le_bytes());
+pub fn set_attempt(handle: &mut [u8; HANDLE_LEN], attempt: Option<u32>) {
+    let (n, check) = attempt.map_or((0, 0), |n| (n, attempt_check(handle, n)));
+    handle[ATTEMPT..ATTEMPT + 4].copy_from_slice(&n.to_le_bytes());
+    handle[ATTEMPT + 4..].copy_from_slice(&check.to_le_bytes());
 }
 
 #[cfg(test)]
@@ -154,11 +168,18 @@ mod tests {
     fn round_trip_with_and_without_attempt() {
         let mut bytes = [0xAA; HANDLE_LEN];
         handle().encode(&mut bytes);
-        assert_eq!(attempt(&bytes), 0);
+        assert_eq!(attempt(&bytes).unwrap(), None);
         assert_eq!(Handle::decode(&bytes).unwrap(), handle());
-        set_attempt(&mut bytes, 12345);
-        assert_eq!(attempt(&bytes), 12345);
+        set_attempt(&mut bytes, Some(12345));
+        assert_eq!(attempt(&bytes).unwrap(), Some(12345));
         assert_eq!(Handle::decode(&bytes).unwrap(), handle());
+        for bit in ATTEMPT * 8..HANDLE_LEN * 8 {
+            let mut bad = bytes;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(attempt(&bad).is_err(), "bit {bit}");
+        }
+        set_attempt(&mut bytes, None);
+        assert_eq!(attempt(&bytes).unwrap(), None);
     }
 
     #[test]

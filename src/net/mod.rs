@@ -258,8 +258,8 @@ pub fn listen(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<ListenComm> {
 }
 
 struct Attempts {
-    live: HashMap<u64, Connecting>,
-    next: u64,
+    live: HashMap<u32, Connecting>,
+    next: u32,
 }
 
 static ATTEMPTS: Mutex<Option<Attempts>> = Mutex::new(None);
@@ -269,7 +269,7 @@ fn prune(age: Duration) {
     let dead: Vec<Connecting> = match lock(&ATTEMPTS).as_mut() {
         None => return,
         Some(a) => {
-            let keys: Vec<u64> = a
+            let keys: Vec<u32> = a
                 .live
                 .iter()
                 .filter(|(_, c)| c.age() >= age)
@@ -288,9 +288,8 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
     let to = Handle::decode(handle)?;
     let limit = Duration::from_secs(config::current().connect_timeout_s);
     prune(2 * limit + Duration::from_secs(60));
-    let known = lock(&ATTEMPTS)
-        .as_mut()
-        .and_then(|a| a.live.remove(&attempt(handle)));
+    let tried = attempt(handle)?;
+    let known = tried.and_then(|n| lock(&ATTEMPTS).as_mut()?.live.remove(&n));
     let mut connecting = match known {
         Some(c) => c,
         None => Connecting::new(to.address)?,
@@ -300,19 +299,22 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
             let mut attempts = lock(&ATTEMPTS);
             let a = attempts.get_or_insert_with(|| Attempts {
                 live: HashMap::new(),
-                next: 1,
+                next: 0,
             });
-            let mut key = attempt(handle);
-            if key == 0 || key >= a.next || a.live.contains_key(&key) {
-                key = a.next;
-                a.next += 1;
-            }
+            let key = match tried {
+                Some(n) if !a.live.contains_key(&n) => n,
+                _ => {
+                    // Wraps past attempts that are long over; 0 stands for none.
+                    a.next = a.next.checked_add(1).unwrap_or(1);
+                    a.next
+                }
+            };
             a.live.insert(key, connecting);
-            set_attempt(handle, key);
+            set_attempt(handle, Some(key));
             Ok(None)
         }
         Ok(Some((service, connection))) => {
-            set_attempt(handle, 0);
+            set_attempt(handle, None);
             log::info!(
                 "{}: by copy engine, for its process shares this host: its Unix socket answered, \
                  credentials and secret agree",
@@ -322,7 +324,7 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
             Ok(Some(SendComm(Endpoint::new(proxy, service, Owner::Send))))
         }
         Err(e) => {
-            set_attempt(handle, 0);
+            set_attempt(handle, None);
             Err(e.context(unreachable_text(&to.place)))
         }
     }

@@ -148,6 +148,19 @@ pub fn run_case(case: &Case, setup: &Setup) -> (Outcome, Duration) {
     launch.layout = setup.layout;
     launch.env = setup.env.clone();
     launch.library_dir = setup.library_dir.clone();
+    if setup.library_dir.is_some() {
+        // Settings of the CUDA double. NCCL never has two ranks on one GPU.
+        let mut set = |name: &str, value: String| {
+            if !launch.env.iter().any(|e| e.0 == name) {
+                launch.env.push((name.to_string(), value));
+            }
+        };
+        set("VCCL_DOUBLE_DEVICES", case.nranks.max(2).to_string());
+        if setup.recv == Kind::VmmPrivate {
+            // Nobody else can write into such memory: a copy within the GPU is all that is left.
+            set("VCCL_DOUBLE_ALLOW_LOCAL", "1".to_string());
+        }
+    }
     launch.nofile = case.nofile;
     launch.victims = case.victims.to_vec();
     launch.timeout = setup.timeout;

@@ -125,7 +125,7 @@ fn take_stream(gpu: &Gpu, most: usize) -> Result<Arc<PooledStream>> {
 /// A range of the shared memory that the driver knows.
 #[derive(Debug)]
 struct Registered {
-    driver: &'static Driver,
+    gpu: Gpu,
     host: *mut u8,
     device: DevicePtr,
     /// Keeps the mapping until the driver has forgotten it.
@@ -146,7 +146,7 @@ impl Registered {
         let device = unsafe { gpu.driver.register_host(host, len) }
             .map_err(|e| e.context("page-locking a connection's shared memory"))?;
         Ok(Registered {
-            driver: gpu.driver,
+            gpu: *gpu,
             host,
             device,
             _shm: shm.clone(),
@@ -156,8 +156,10 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        // SAFETY: registered by `new`; who drops an engine has waited for its copies.
-        unsafe { self.driver.unregister_host(self.host) };
+        if let Ok(_entered) = self.gpu.driver.enter(self.gpu.context) {
+            // SAFETY: registered by `new`; who drops an engine has waited for its copies.
+            unsafe { self.gpu.driver.unregister_host(self.host) };
+        }
     }
 }
 

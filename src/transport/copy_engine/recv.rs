@@ -17,7 +17,7 @@ use super::wire::{Message, Target};
 use crate::config;
 use crate::cuda::{AllocationHandle, DevicePtr, Driver};
 use crate::error::{Error, Result};
-use crate::gate::{Gate, Pass};
+use crate::gate::Gate;
 use crate::telemetry;
 use crate::transport::{End, Memory, RecvEnd, Region};
 
@@ -386,18 +386,6 @@ impl RecvControl {
         e
     }
 
-    fn enter_by(&self, deadline: Instant) -> Option<Pass<'_, RecvState>> {
-        loop {
-            if let Ok(p) = self.gate.enter() {
-                return Some(p);
-            }
-            if Instant::now() >= deadline {
-                return None;
-            }
-            std::thread::sleep(Duration::from_micros(20));
-        }
-    }
-
     /// The live request that a filled chunk is for; checks everything that the sender says.
     #[inline]
     fn request_of<'a>(
@@ -430,9 +418,9 @@ impl RecvControl {
         Ok(r)
     }
 
-    /// Takes filled chunks out of the rings.
+    /// Takes filled chunks out of the rings; whether there was one.
     #[inline]
-    fn progress(&self, st: &mut RecvState) -> Result<()> {
+    fn progress(&self, st: &mut RecvState) -> Result<bool> {
         let RecvState {
             requests,
             by_slot,
@@ -441,6 +429,7 @@ impl RecvControl {
             ..
         } = st;
         let shared = self.shared();
+        let mut some = false;
         let mut budget = CPU_CHUNKS_A_POLL;
         while let Some(f) = host.filled(&shared.host) {
             if budget == 0 {
@@ -478,6 +467,7 @@ impl RecvControl {
             r.total = f.total;
             r.staged = true;
             host.advance();
+            some = true;
         }
         while let Some(f) = device.filled(&shared.device) {
             let (Some(engine), Some(ring)) = (self.engine.get(), self.ring.get()) else {
@@ -513,8 +503,9 @@ impl RecvControl {
             r.total = f.total;
             r.staged = true;
             device.advance();
+            some = true;
         }
-        Ok(())
+        Ok(some)
     }
 }
 
@@ -561,9 +552,6 @@ impl RecvConnection {
         // The driver answers only for memory that the current context can reach.
         let _entered = gpu.driver.enter(gpu.context)?;
         let found = Exportable::find(addr, len)?;
-        if control.drain_wanted.load(Ordering::SeqCst) {
-            control.ensure_engine(|| Ok(gpu))?.register_ring()?;
-        }
         // Held until the region is announced: see `Exports::withdraw`.
         let mut exports = lock(&control.link.exports);
         let target = match found {
@@ -604,6 +592,11 @@ impl RecvConnection {
             },
         };
         self.announce(region, len, Memory::Device(ordinal), target);
+        drop(exports);
+        // After the region is in the book: `prepare_host_drain` looks there after it has set this.
+        if control.drain_wanted.load(Ordering::SeqCst) {
+            control.ensure_engine(|| Ok(gpu))?.register_ring()?;
+        }
         Ok(())
     }
 
@@ -675,7 +668,7 @@ impl End for RecvConnection {
     fn deregister(&self, region: Region) -> Result<()> {
         let control = &*self.control;
         let deadline = close_deadline();
-        if let Some(mut st) = control.enter_by(deadline) {
+        if let Some(mut st) = control.gate.enter_by(deadline) {
             let mut cancelled = 0;
             for r in st
                 .requests
@@ -729,17 +722,15 @@ impl End for RecvConnection {
     #[inline]
     fn poll(&self, index: usize) -> Result<Option<usize>> {
         let control = &*self.control;
-        let mut st = control.gate.enter()?;
+        let Some(mut st) = control.gate.enter()? else {
+            return Ok(None);
+        };
         let st = &mut *st;
         control.progress(st)?;
         match self.outcome(st, index) {
             Ok(None) => match control.trouble() {
                 Ok(()) => Ok(None),
-                // What was done before the trouble counts.
-                Err(e) => match self.outcome(st, index) {
-                    Ok(None) => self.end(st, index, Err(e)),
-                    r => self.end(st, index, r),
-                },
+                Err(e) => self.last_words(st, index, e),
             },
             r => self.end(st, index, r),
         }
@@ -849,6 +840,20 @@ impl RecvConnection {
         }
     }
 
+    /// The sender is closed or gone: what it completed before counts, also what waits in a ring.
+    #[cold]
+    fn last_words(&self, st: &mut RecvState, index: usize, e: Error) -> Result<Option<usize>> {
+        let control = &*self.control;
+        while control.progress(st)? {}
+        let r = &st.requests[index];
+        let copying = r.staged && r.drained == r.total && !control.failed.load(Ordering::Acquire);
+        match self.outcome(st, index) {
+            Ok(None) if copying => Ok(None),
+            Ok(None) => self.end(st, index, Err(e)),
+            r => self.end(st, index, r),
+        }
+    }
+
     #[inline]
     fn end(
         &self,
@@ -872,7 +877,9 @@ impl RecvEnd for RecvConnection {
         if !region.holds(addr, len) {
             return Err(outside(addr, len, region).context(control.describe()));
         }
-        let mut st = control.gate.enter()?;
+        let Some(mut st) = control.gate.enter()? else {
+            return Ok(false);
+        };
         let st = &mut *st;
         control.trouble()?;
         let seq = st.next;

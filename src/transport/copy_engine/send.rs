@@ -14,7 +14,7 @@ use super::shm::Shm;
 use super::steps::{reached, side, slot, status, Chunk, Claims, Shared, DEVICE_CHUNKS, RING};
 use super::wire::{Message, Target};
 use crate::error::{Error, Result};
-use crate::gate::{Gate, Pass};
+use crate::gate::Gate;
 use crate::telemetry::{self, Path};
 use crate::transport::{End, Memory, Region, SendEnd};
 
@@ -427,19 +427,6 @@ impl SendControl {
         format!("connection {} to {}", self.conn, self.link.peer)
     }
 
-    /// Enters the gate from a thread that is not the data path's; waits for it, in bounded time.
-    fn enter_by(&self, deadline: Instant) -> Option<Pass<'_, SendState>> {
-        loop {
-            if let Ok(p) = self.gate.enter() {
-                return Some(p);
-            }
-            if Instant::now() >= deadline {
-                return None;
-            }
-            std::thread::sleep(std::time::Duration::from_micros(20));
-        }
-    }
-
     /// Moves what is in the rings' queues forward.
     #[inline]
     fn progress(&self, st: &mut SendState) -> Result<()> {
@@ -615,7 +602,9 @@ impl SendEnd for SendConnection {
         if !region.holds(addr, len) {
             return Err(outside(addr, len, region).context(control.describe()));
         }
-        let mut st = control.gate.enter()?;
+        let Some(mut st) = control.gate.enter()? else {
+            return Ok(false);
+        };
         let st = &mut *st;
         let shared = control.shared();
         let Some((seq, p)) = st.claims.find(shared, tag) else {
@@ -754,7 +743,7 @@ impl End for SendConnection {
     fn deregister(&self, region: Region) -> Result<()> {
         let control = &*self.control;
         let deadline = close_deadline();
-        if let Some(mut st) = control.enter_by(deadline) {
+        if let Some(mut st) = control.gate.enter_by(deadline) {
             for r in &mut st.requests {
                 if matches!(r.state, State::Staged { .. })
                     && r.filled < r.len
@@ -781,7 +770,9 @@ impl End for SendConnection {
     #[inline]
     fn poll(&self, index: usize) -> Result<Option<usize>> {
         let control = &*self.control;
-        let mut st = control.gate.enter()?;
+        let Some(mut st) = control.gate.enter()? else {
+            return Ok(None);
+        };
         let st = &mut *st;
         if st.host_queue.len + st.device_queue.len > 0 {
             control.progress(st)?;
