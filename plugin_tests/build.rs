@@ -3,5 +3,8 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=src/logger.c");
-    cc::Build::new().file("src/logger.c").warnings(true).compile("vccl_driver_logger");
+    cc::Build::new()
+        .file("src/logger.c")
+        .warnings(true)
+        .compile("vccl_driver_logger");
 }

@@ -145,10 +145,11 @@ impl Config {
             cuda_context: r.read(
                 (
                     "VCCL_CUDA_CONTEXT",
-                    "primary or private",
-                    "primary",
-                    "The CUDA context of the copies: the application's, or one of our own for each GPU, \
-                     which calls that block in the application's context cannot hold up.",
+                    "private or primary",
+                    "private",
+                    "The CUDA context of the copies. One of our own for each GPU (some 500 MiB of its \
+                     memory) is not held up by calls that wait for kernels in the application's, as \
+                     cudaFree does; in the application's primary context they can hang the job.",
                 ),
                 |s| match s {
                     "primary" => Some(ContextKind::Primary),
@@ -296,12 +297,12 @@ mod tests {
     fn values_from_the_environment() {
         let (c, complaints) = with(&[
             ("VCCL_HOST_CHUNK", "1M"),
-            ("VCCL_CUDA_CONTEXT", "private"),
+            ("VCCL_CUDA_CONTEXT", "primary"),
             ("VCCL_TIMING", " 1 "),
         ]);
         assert!(complaints.is_empty(), "{complaints:?}");
         assert_eq!(c.host_chunk, 1 << 20);
-        assert_eq!(c.cuda_context, ContextKind::Private);
+        assert_eq!(c.cuda_context, ContextKind::Primary);
         assert!(c.timing);
         let row = c
             .rows()

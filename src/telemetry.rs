@@ -160,6 +160,9 @@ pub static DEVICE_RING: AtomicBool = AtomicBool::new(false);
 /// Said: GPU memory goes through the host.
 pub static GPU_THROUGH_HOST: AtomicBool = AtomicBool::new(false);
 
+/// Said: there is no private context.
+pub static NO_CONTEXT: AtomicBool = AtomicBool::new(false);
+
 /// Warns, if `said` has not been said in this process.
 pub fn warn_once(said: &AtomicBool, text: impl FnOnce() -> String) {
     if !said.swap(true, Ordering::Relaxed) {

@@ -9,6 +9,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::error::{Error, Result};
 use crate::fail;
+use crate::net::why;
 
 /// A device address.
 pub type DevicePtr = u64;
@@ -66,7 +67,7 @@ macro_rules! driver {
                                 concat!($symbol, "\0").as_bytes(),
                             )
                         };
-                        *f.map_err(|e| Error::new(format!("libcuda.so.1: {}: {e}", $symbol)))?
+                        *f.map_err(|e| Error::new(format!("libcuda.so.1: {}: {}", $symbol, why(&e))))?
                     },)*
                 })
             }
@@ -85,6 +86,7 @@ driver! {
     mem_alloc = "cuMemAlloc_v2": fn(*mut DevicePtr, usize);
     mem_free = "cuMemFree_v2": fn(DevicePtr);
     copy_to_device = "cuMemcpyHtoD_v2": fn(DevicePtr, *const c_void, usize);
+    stream_synchronize = "cuStreamSynchronize": fn(*mut c_void);
     copy_to_host = "cuMemcpyDtoH_v2": fn(*mut c_void, DevicePtr, usize);
     granularity = "cuMemGetAllocationGranularity": fn(*mut usize, *const AllocationProp, c_int);
     mem_create = "cuMemCreate": fn(*mut u64, usize, *const AllocationProp, u64);
@@ -128,7 +130,10 @@ impl DoubleHooks {
                 None => lines.push((line.to_string(), 1)),
             }
         }
-        let list: Vec<String> = lines.iter().map(|(l, n)| format!("{l} ({n} times)")).collect();
+        let list: Vec<String> = lines
+            .iter()
+            .map(|(l, n)| format!("{l} ({n} times)"))
+            .collect();
         (n.max(0) as usize, list.join("; "))
     }
 }
@@ -164,7 +169,7 @@ impl Cuda {
     fn load() -> Result<Cuda> {
         // SAFETY: loading the driver runs its constructors, which every CUDA program does.
         let library = unsafe { Library::open(Some("libcuda.so.1"), RTLD_NOW | RTLD_LOCAL) }
-            .map_err(|e| Error::new(format!("no CUDA driver: {e}")))?;
+            .map_err(|e| Error::new(format!("no CUDA driver: {}", why(&e))))?;
         let driver = Driver::load(&library)?;
         // SAFETY: 0 is the only value that the interface allows.
         let rc = unsafe { (driver.init)(0) };
@@ -214,8 +219,11 @@ impl Cuda {
 
     fn device(&self, gpu: usize) -> Result<c_int> {
         let mut d: c_int = 0;
-        // SAFETY: `d` is a place for a device.
-        self.check(unsafe { (self.driver.device_get)(&mut d, gpu as c_int) }, "cuDeviceGet")?;
+        self.check(
+            // SAFETY: `d` is a place for a device.
+            unsafe { (self.driver.device_get)(&mut d, gpu as c_int) },
+            "cuDeviceGet",
+        )?;
         Ok(d)
     }
 
@@ -253,8 +261,11 @@ impl Cuda {
     /// `cuMemAlloc`, on the GPU whose context is current.
     pub fn alloc(&self, len: usize) -> Result<DevicePtr> {
         let mut p: DevicePtr = 0;
-        // SAFETY: `p` is a place for an address.
-        self.check(unsafe { (self.driver.mem_alloc)(&mut p, len) }, "cuMemAlloc")?;
+        self.check(
+            // SAFETY: `p` is a place for an address.
+            unsafe { (self.driver.mem_alloc)(&mut p, len) },
+            "cuMemAlloc",
+        )?;
         Ok(p)
     }
 
@@ -271,7 +282,11 @@ impl Cuda {
         }
         // SAFETY: `from` is readable for its length; a wrong device address is an error.
         let rc = unsafe { (self.driver.copy_to_device)(to, from.as_ptr().cast(), from.len()) };
-        self.check(rc, "cuMemcpyHtoD")
+        self.check(rc, "cuMemcpyHtoD")?;
+        // From memory that is not page-locked the call returns once the bytes are on their way.
+        // SAFETY: NULL names the default stream, in which the copy is.
+        let rc = unsafe { (self.driver.stream_synchronize)(std::ptr::null_mut()) };
+        self.check(rc, "cuStreamSynchronize")
     }
 
     /// Copies device bytes to the host and waits.
@@ -288,7 +303,10 @@ impl Cuda {
         AllocationProp {
             kind: ALLOCATION_PINNED,
             handle_types: if exportable { HANDLE_POSIX_FD } else { 0 },
-            location: Location { kind: LOCATION_DEVICE, id: gpu as c_int },
+            location: Location {
+                kind: LOCATION_DEVICE,
+                id: gpu as c_int,
+            },
             win32: std::ptr::null_mut(),
             compression: 0,
             gpu_direct_rdma: 0,
@@ -318,23 +336,39 @@ impl Cuda {
         let rc = unsafe { (self.driver.mem_map)(address, len, 0, handle, 0) };
         self.check(rc, "cuMemMap")?;
         let access = AccessDesc {
-            location: Location { kind: LOCATION_DEVICE, id: gpu as c_int },
+            location: Location {
+                kind: LOCATION_DEVICE,
+                id: gpu as c_int,
+            },
             flags: ACCESS_READ_WRITE,
         };
         // SAFETY: the range is mapped; one descriptor is passed.
         let rc = unsafe { (self.driver.set_access)(address, len, &access, 1) };
         self.check(rc, "cuMemSetAccess")?;
-        Ok(Vmm { address, len, handle })
+        Ok(Vmm {
+            address,
+            len,
+            handle,
+        })
     }
 
     /// Unmaps and releases an allocation.
     pub fn vmm_free(&self, v: Vmm) -> Result<()> {
-        // SAFETY: the range was mapped by `vmm_alloc`, and the caller uses it no more.
-        self.check(unsafe { (self.driver.mem_unmap)(v.address, v.len) }, "cuMemUnmap")?;
-        // SAFETY: as above; nothing is mapped in the range now.
-        self.check(unsafe { (self.driver.address_free)(v.address, v.len) }, "cuMemAddressFree")?;
-        // SAFETY: the handle came from `cuMemCreate`.
-        self.check(unsafe { (self.driver.mem_release)(v.handle) }, "cuMemRelease")
+        self.check(
+            // SAFETY: the range was mapped by `vmm_alloc`, and the caller uses it no more.
+            unsafe { (self.driver.mem_unmap)(v.address, v.len) },
+            "cuMemUnmap",
+        )?;
+        self.check(
+            // SAFETY: as above; nothing is mapped in the range now.
+            unsafe { (self.driver.address_free)(v.address, v.len) },
+            "cuMemAddressFree",
+        )?;
+        self.check(
+            // SAFETY: the handle came from `cuMemCreate`.
+            unsafe { (self.driver.mem_release)(v.handle) },
+            "cuMemRelease",
+        )
     }
 }
 

@@ -19,22 +19,37 @@ pub struct Error {
 impl Error {
     /// A failure with its text.
     pub fn new(text: impl Into<String>) -> Error {
-        Error { text: text.into(), code: None, skip: false }
+        Error {
+            text: text.into(),
+            code: None,
+            skip: false,
+        }
     }
 
     /// A function of the plugin returned `code`.
     pub fn plugin(code: ResultCode, text: impl Into<String>) -> Error {
-        Error { text: text.into(), code: Some(code), skip: false }
+        Error {
+            text: text.into(),
+            code: Some(code),
+            skip: false,
+        }
     }
 
     /// No failure: the case does not apply here, and this is why.
     pub fn skip(text: impl Into<String>) -> Error {
-        Error { text: text.into(), code: None, skip: true }
+        Error {
+            text: text.into(),
+            code: None,
+            skip: true,
+        }
     }
 
     /// The same error with `what` in front.
     pub fn context(self, what: impl fmt::Display) -> Error {
-        Error { text: format!("{what}: {}", self.text), ..self }
+        Error {
+            text: format!("{what}: {}", self.text),
+            ..self
+        }
     }
 
     /// The plugin's result code, if a function of the plugin returned one.

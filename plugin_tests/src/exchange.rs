@@ -30,7 +30,11 @@ pub struct Shape {
 impl Shape {
     /// A message that fills its receive, at an aligned address.
     pub fn plain(size: usize) -> Shape {
-        Shape { size, capacity: size, offset: 0 }
+        Shape {
+            size,
+            capacity: size,
+            offset: 0,
+        }
     }
 }
 
@@ -56,12 +60,29 @@ pub struct Stream<'a> {
 impl<'a> Stream<'a> {
     /// Messages that all have their own memory, with NCCL's number of steps in flight.
     pub fn new(link: &'a Link, count: usize, shape: &'a (dyn Fn(usize) -> Shape + Sync)) -> Self {
-        Stream { link, count, window: 8, slots: count.max(1), shape, seed: 0, place: None }
+        Stream {
+            link,
+            count,
+            window: 8,
+            slots: count.max(1),
+            shape,
+            seed: 0,
+            place: None,
+        }
     }
 
     fn key(&self, me: usize, message: usize) -> Key {
-        let rank = if self.link.sends() { me } else { self.link.peer };
-        Key { seed: self.seed, rank, connection: self.link.id, message }
+        let rank = if self.link.sends() {
+            me
+        } else {
+            self.link.peer
+        };
+        Key {
+            seed: self.seed,
+            rank,
+            connection: self.link.id,
+            message,
+        }
     }
 }
 
@@ -76,7 +97,12 @@ struct Area {
 
 /// What fills the memory around messages.
 fn guard_key(id: usize) -> Key {
-    Key { seed: 0x6a7d, rank: usize::MAX, connection: id, message: 0 }
+    Key {
+        seed: 0x6a7d,
+        rank: usize::MAX,
+        connection: id,
+        message: 0,
+    }
 }
 
 /// With more streams than this, those of one direction share one allocation: an allocation of the
@@ -97,7 +123,12 @@ fn areas(ctx: &Ctx, streams: &[Stream]) -> Result<Vec<Area>> {
     let mut shared: [Option<(Arc<Buffer>, usize)>; 2] = [None, None];
     if streams.len() > SHARE_ABOVE {
         for (i, share) in shared.iter_mut().enumerate() {
-            let of_it = || streams.iter().zip(&strides).filter(|(s, _)| s.link.sends() == (i == 1));
+            let of_it = || {
+                streams
+                    .iter()
+                    .zip(&strides)
+                    .filter(|(s, _)| s.link.sends() == (i == 1))
+            };
             if let Some((first, _)) = of_it().next() {
                 let total = of_it().map(|(s, stride)| s.slots * stride).sum();
                 *share = Some((ctx.buffer(first.link, total)?, 0));
@@ -130,7 +161,13 @@ fn areas(ctx: &Ctx, streams: &[Stream]) -> Result<Vec<Area>> {
             guard.resize(len, 0);
             pattern::fill(guard_key(s.link.id), &mut guard);
         }
-        out.push(Area { memory, buffer, base, stride, guard });
+        out.push(Area {
+            memory,
+            buffer,
+            base,
+            stride,
+            guard,
+        });
     }
     Ok(out)
 }
@@ -183,7 +220,10 @@ impl Area {
                 }
             }
         }
-        fail!("connection {}: the data differs and no message does", s.link.id)
+        fail!(
+            "connection {}: the data differs and no message does",
+            s.link.id
+        )
     }
 }
 
@@ -227,7 +267,10 @@ fn flow_of<'a>(s: &'a Stream<'a>, a: &'a Area, first: usize, n: usize) -> Flow<'
     let sends = s.link.sends();
     let role = if sends { "send" } else { "receive" };
     Flow::new(
-        format!("connection {} with rank {} ({role}, from message {first})", s.link.id, s.link.peer),
+        format!(
+            "connection {} with rank {} ({role}, from message {first})",
+            s.link.id, s.link.peer
+        ),
         s.link.comm,
         n,
         s.window,
@@ -252,7 +295,12 @@ fn flow_of<'a>(s: &'a Stream<'a>, a: &'a Area, first: usize, n: usize) -> Flow<'
 /// Moves `count` messages of `size` bytes over each link at once and checks them.
 pub fn simple(ctx: &Ctx, links: &[Link], count: usize, size: usize, seed: u64) -> Result<()> {
     let shape = move |_: usize| Shape::plain(size);
-    let streams: Vec<Stream> =
-        links.iter().map(|l| Stream { seed, ..Stream::new(l, count, &shape) }).collect();
+    let streams: Vec<Stream> = links
+        .iter()
+        .map(|l| Stream {
+            seed,
+            ..Stream::new(l, count, &shape)
+        })
+        .collect();
     exchange(ctx, &streams)
 }

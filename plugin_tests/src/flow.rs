@@ -129,7 +129,10 @@ impl<'a> Flow<'a> {
             let number = self.done;
             match step {
                 Step::Moving(r) => {
-                    let size = match io.test(*r).context(|| format!("{}, message {number}", self.name))? {
+                    let size = match io
+                        .test(*r)
+                        .context(|| format!("{}, message {number}", self.name))?
+                    {
                         Some(size) => size,
                         None => break,
                     };
@@ -148,7 +151,10 @@ impl<'a> Flow<'a> {
                 }
                 Step::Flushing(r, size) => {
                     let size = *size;
-                    if !io.test_flush(*r).context(|| format!("{}, flush {number}", self.name))? {
+                    if !io
+                        .test_flush(*r)
+                        .context(|| format!("{}, flush {number}", self.name))?
+                    {
                         break;
                     }
                     moved = true;
@@ -197,7 +203,14 @@ pub fn run(io: &Progress, flows: &mut [Flow<'_>], mut idle: Idle) -> Result<()> 
 
 /// The error of flows that stand still.
 pub fn stalled(flows: &[Flow<'_>]) -> Error {
-    let open: Vec<String> =
-        flows.iter().filter(|f| !f.finished()).take(8).map(Flow::describe).collect();
-    Error::new(format!("nothing moved for {STALL_LIMIT:?}: {}", open.join("; ")))
+    let open: Vec<String> = flows
+        .iter()
+        .filter(|f| !f.finished())
+        .take(8)
+        .map(Flow::describe)
+        .collect();
+    Error::new(format!(
+        "nothing moved for {STALL_LIMIT:?}: {}",
+        open.join("; ")
+    ))
 }

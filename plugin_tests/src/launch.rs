@@ -8,6 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -58,6 +59,10 @@ pub struct Launch {
     pub victims: Vec<usize>,
     /// How long the run may take.
     pub timeout: Duration,
+    /// Whether files, sockets or shared memory that the ranks leave behind are an error.
+    pub tidy: bool,
+    /// Once true, the run is stopped.
+    pub interrupt: Option<&'static AtomicBool>,
 }
 
 impl Launch {
@@ -76,6 +81,8 @@ impl Launch {
             nofile: None,
             victims: Vec::new(),
             timeout: Duration::from_secs(60),
+            tidy: true,
+            interrupt: None,
         }
     }
 
@@ -97,9 +104,12 @@ impl Launch {
 
     /// Starts the ranks and waits for them. `up` gets what they report while they run.
     pub fn run(&self, up: &mut dyn FnMut(usize, Vec<u8>)) -> Result<()> {
+        if !self.tidy {
+            return self.run_in(None, up);
+        }
         let scratch = Scratch::new()?;
         let before = Leftovers::look();
-        let result = self.run_in(&scratch, up);
+        let result = self.run_in(Some(&scratch), up);
         let left = scratch.close();
         result?;
         if let Some(text) = left {
@@ -111,7 +121,7 @@ impl Launch {
         }
     }
 
-    fn run_in(&self, scratch: &Scratch, up: &mut dyn FnMut(usize, Vec<u8>)) -> Result<()> {
+    fn run_in(&self, scratch: Option<&Scratch>, up: &mut dyn FnMut(usize, Vec<u8>)) -> Result<()> {
         let groups: Vec<Vec<usize>> = match self.layout {
             Layout::Processes => (0..self.nranks).map(|r| vec![r]).collect(),
             Layout::Threads => vec![(0..self.nranks).collect()],
@@ -127,7 +137,7 @@ impl Launch {
             run.processes.push(p);
         }
         drop(events_tx);
-        run.supervise(events, Instant::now() + self.timeout, self.timeout, up);
+        run.supervise(events, self, up);
         run.verdict()
     }
 
@@ -135,17 +145,19 @@ impl Launch {
         &self,
         index: usize,
         ranks: Vec<usize>,
-        scratch: &Scratch,
+        scratch: Option<&Scratch>,
         events: mpsc::Sender<Event>,
     ) -> Result<Process> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut command = Command::new(&self.exe);
         command
             .env(RANK_VAR, "1")
-            .env("TMPDIR", &scratch.path)
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
+        if let Some(s) = scratch {
+            command.env("TMPDIR", &s.path);
+        }
         for (k, v) in &self.env {
             command.env(k, v);
         }
@@ -202,7 +214,14 @@ impl Launch {
                 }
             });
         }
-        Ok(Process { child, writer, ranks, stderr, status: None, hung: false })
+        Ok(Process {
+            child,
+            writer,
+            ranks,
+            stderr,
+            status: None,
+            hung: false,
+        })
     }
 }
 
@@ -247,14 +266,14 @@ impl Run {
     fn supervise(
         &mut self,
         events: mpsc::Receiver<Event>,
-        mut deadline: Instant,
-        timeout: Duration,
+        launch: &Launch,
         up: &mut dyn FnMut(usize, Vec<u8>),
     ) {
         let mut failed = false;
+        let mut deadline = Instant::now() + launch.timeout;
         while self.processes.iter().any(|p| p.status.is_none()) {
             let left = deadline.saturating_duration_since(Instant::now());
-            match events.recv_timeout(left.min(Duration::from_secs(1))) {
+            match events.recv_timeout(left.min(Duration::from_millis(100))) {
                 Ok(Event::Frame(f)) => self.frame(f, up),
                 Ok(Event::End(i)) => self.reap(i),
                 Err(RecvTimeoutError::Timeout) => {}
@@ -268,8 +287,15 @@ impl Run {
                 failed = true;
                 deadline = deadline.min(Instant::now() + GRACE);
             }
-            if Instant::now() >= deadline {
-                self.stop(!failed, timeout);
+            let interrupted = launch.interrupt.is_some_and(|i| i.load(Ordering::Relaxed));
+            if Instant::now() >= deadline || interrupted {
+                self.stop(&if interrupted {
+                    "was interrupted".to_string()
+                } else if failed {
+                    "was stopped because another rank had failed".to_string()
+                } else {
+                    format!("did not end within {:?} and was killed", launch.timeout)
+                });
                 return;
             }
         }
@@ -340,7 +366,7 @@ impl Run {
         }
     }
 
-    fn stop(&mut self, hang: bool, timeout: Duration) {
+    fn stop(&mut self, why: &str) {
         for i in 0..self.processes.len() {
             let p = &mut self.processes[i];
             if p.status.is_some() {
@@ -353,12 +379,11 @@ impl Run {
             for rank in p.ranks.clone() {
                 let r = &mut self.ranks[rank];
                 if r.result.is_none() {
-                    let why = if hang {
-                        format!("did not end within {timeout:?} and was killed")
+                    let last = if r.last.is_empty() {
+                        "nothing reported"
                     } else {
-                        "was stopped because another rank had failed".to_string()
+                        &r.last
                     };
-                    let last = if r.last.is_empty() { "nothing reported" } else { &r.last };
                     r.result = Some(Err(Error::new(format!(
                         "{why}; last state: {last}; threads: {threads}"
                     ))));
@@ -391,11 +416,17 @@ impl Run {
                     Some(Ok(())) | None => {}
                 }
             }
-            let expected =
-                if victim { status.signal() == Some(libc::SIGKILL) } else { status.success() };
+            let expected = if victim {
+                status.signal() == Some(libc::SIGKILL)
+            } else {
+                status.success()
+            };
             if !expected && !told && !p.hung {
-                let last: Vec<&str> =
-                    p.ranks.iter().map(|r| self.ranks[*r].last.as_str()).collect();
+                let last: Vec<&str> = p
+                    .ranks
+                    .iter()
+                    .map(|r| self.ranks[*r].last.as_str())
+                    .collect();
                 failures.push(format!(
                     "rank {:?} ended with {}; last state: {}",
                     p.ranks,
@@ -452,23 +483,33 @@ fn thread_report(pid: u32) -> String {
         return "unknown".into();
     };
     let read = |p: &std::path::Path, f: &str| {
-        std::fs::read_to_string(p.join(f)).unwrap_or_default().trim().to_string()
+        std::fs::read_to_string(p.join(f))
+            .unwrap_or_default()
+            .trim()
+            .to_string()
     };
     let mut out: Vec<String> = tasks
         .flatten()
         .map(|t| {
             let p = t.path();
             let state = read(&p, "stat");
-            let state = state.rsplit(')').next().unwrap_or("").split_whitespace().next().map_or(
-                String::new(),
-                |s| match s {
+            let state = state
+                .rsplit(')')
+                .next()
+                .unwrap_or("")
+                .split_whitespace()
+                .next()
+                .map_or(String::new(), |s| match s {
                     "R" => "running".into(),
                     "S" => "sleeping".into(),
                     other => other.to_string(),
-                },
-            );
+                });
             let wchan = read(&p, "wchan");
-            let wchan = if wchan == "0" || wchan.is_empty() { String::new() } else { format!(" in {wchan}") };
+            let wchan = if wchan == "0" || wchan.is_empty() {
+                String::new()
+            } else {
+                format!(" in {wchan}")
+            };
             format!("{} {state}{wchan}", read(&p, "comm"))
         })
         .collect();
@@ -484,7 +525,7 @@ struct Scratch {
 
 impl Scratch {
     fn new() -> Result<Scratch> {
-        use std::sync::atomic::{AtomicU32, Ordering};
+        use std::sync::atomic::AtomicU32;
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("vccl-run-{}-{n}", std::process::id()));
@@ -494,7 +535,11 @@ impl Scratch {
 
     fn close(&self) -> Option<String> {
         let names: Vec<String> = std::fs::read_dir(&self.path)
-            .map(|d| d.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect())
+            .map(|d| {
+                d.flatten()
+                    .map(|e| e.file_name().to_string_lossy().into_owned())
+                    .collect()
+            })
             .unwrap_or_default();
         let _ = std::fs::remove_dir_all(&self.path);
         (!names.is_empty())
@@ -516,7 +561,10 @@ struct Leftovers {
 
 impl Leftovers {
     fn look() -> Leftovers {
-        Leftovers { shm: shm_names(), sockets: named_sockets() }
+        Leftovers {
+            shm: shm_names(),
+            sockets: named_sockets(),
+        }
     }
 
     /// What is there now and was not before, and belongs to no living process. Other programs use
@@ -550,7 +598,11 @@ impl Leftovers {
 
 fn shm_names() -> Vec<String> {
     std::fs::read_dir("/dev/shm")
-        .map(|d| d.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect())
+        .map(|d| {
+            d.flatten()
+                .map(|e| e.file_name().to_string_lossy().into_owned())
+                .collect()
+        })
         .unwrap_or_default()
 }
 
@@ -568,16 +620,22 @@ fn named_sockets() -> HashMap<String, u64> {
 
 /// Whether a living process has that file open or mapped.
 fn held(target: &str) -> bool {
-    let Ok(all) = std::fs::read_dir("/proc") else { return false };
+    let Ok(all) = std::fs::read_dir("/proc") else {
+        return false;
+    };
     for p in all.flatten() {
         let path = p.path();
-        if !p.file_name().to_string_lossy().bytes().all(|b| b.is_ascii_digit()) {
+        if !p
+            .file_name()
+            .to_string_lossy()
+            .bytes()
+            .all(|b| b.is_ascii_digit())
+        {
             continue;
         }
         let open = std::fs::read_dir(path.join("fd")).is_ok_and(|fds| {
-            fds.flatten().any(|f| {
-                std::fs::read_link(f.path()).is_ok_and(|l| l.to_string_lossy() == target)
-            })
+            fds.flatten()
+                .any(|f| std::fs::read_link(f.path()).is_ok_and(|l| l.to_string_lossy() == target))
         });
         if open
             || std::fs::read_to_string(path.join("maps"))

@@ -52,7 +52,9 @@ extern "C" fn vccl_driver_log_line(
         return;
     }
     // SAFETY: logger.c passes a buffer that it has just terminated with a NUL.
-    let text = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    let text = unsafe { CStr::from_ptr(text) }
+        .to_string_lossy()
+        .into_owned();
     let most = printed_level();
     if level <= most {
         eprintln!("[{}] {}: {text}", std::process::id(), level_name(level));
@@ -88,12 +90,23 @@ pub fn mark() -> usize {
 /// The lines since `mark`, of WARN level only.
 pub fn warnings_since(mark: usize) -> Vec<String> {
     let lines = LINES.lock().unwrap_or_else(|e| e.into_inner());
-    lines.iter().skip(mark).filter(|l| l.level <= NCCL_LOG_WARN).map(|l| l.text.clone()).collect()
+    lines
+        .iter()
+        .skip(mark)
+        .filter(|l| l.level <= NCCL_LOG_WARN)
+        .map(|l| l.text.clone())
+        .collect()
 }
 
 /// All lines since `mark`.
 pub fn lines_since(mark: usize) -> Vec<Line> {
-    LINES.lock().unwrap_or_else(|e| e.into_inner()).iter().skip(mark).cloned().collect()
+    LINES
+        .lock()
+        .unwrap_or_else(|e| e.into_inner())
+        .iter()
+        .skip(mark)
+        .cloned()
+        .collect()
 }
 
 /// Waits until a line since `mark` satisfies `wanted`; false if `limit` passed first.

@@ -22,7 +22,13 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 5] = [Kind::Malloc, Kind::Mmap, Kind::Cuda, Kind::Vmm, Kind::VmmPrivate];
+    pub const ALL: [Kind; 5] = [
+        Kind::Malloc,
+        Kind::Mmap,
+        Kind::Cuda,
+        Kind::Vmm,
+        Kind::VmmPrivate,
+    ];
 
     /// The name on command lines and in messages.
     pub fn name(self) -> &'static str {
@@ -37,11 +43,14 @@ impl Kind {
 
     /// The kind of that name.
     pub fn parse(name: &str) -> Result<Kind> {
-        Kind::ALL.into_iter().find(|k| k.name() == name).ok_or_else(|| {
-            Error::new(format!(
+        Kind::ALL
+            .into_iter()
+            .find(|k| k.name() == name)
+            .ok_or_else(|| {
+                Error::new(format!(
                 "no kind of memory is called {name}; there are host, mmap, cuda, vmm, vmm-private"
             ))
-        })
+            })
     }
 
     /// Whether it is the GPU's.
@@ -99,7 +108,10 @@ impl Buffer {
                     )
                 };
                 if p == libc::MAP_FAILED {
-                    fail!("mmap of {len} bytes failed: {}", std::io::Error::last_os_error());
+                    fail!(
+                        "mmap of {len} bytes failed: {}",
+                        std::io::Error::last_os_error()
+                    );
                 }
                 (p as usize, Owner::Mmap)
             }
@@ -115,7 +127,13 @@ impl Buffer {
                 (v.address as usize, Owner::Vmm(v))
             }
         };
-        Ok(Buffer { kind, gpu, address, len, owner })
+        Ok(Buffer {
+            kind,
+            gpu,
+            address,
+            len,
+            owner,
+        })
     }
 
     /// Its kind.

@@ -35,9 +35,16 @@ pub enum Kind {
 
 impl Kind {
     fn from_byte(b: u8) -> Option<Kind> {
-        [Kind::Spec, Kind::Data, Kind::State, Kind::Done, Kind::Up, Kind::Gone]
-            .into_iter()
-            .find(|k| *k as u8 == b)
+        [
+            Kind::Spec,
+            Kind::Data,
+            Kind::State,
+            Kind::Done,
+            Kind::Up,
+            Kind::Gone,
+        ]
+        .into_iter()
+        .find(|k| *k as u8 == b)
     }
 }
 
@@ -66,7 +73,12 @@ pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Frame>> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "unknown frame"))?;
     let mut payload = vec![0u8; word(9) as usize];
     from.read_exact(&mut payload)?;
-    Ok(Some(Frame { kind, from: word(1), to: word(5), payload }))
+    Ok(Some(Frame {
+        kind,
+        from: word(1),
+        to: word(5),
+        payload,
+    }))
 }
 
 /// Writes a frame.
@@ -104,13 +116,15 @@ impl Post {
             changed: Condvar::new(),
         });
         let shared = post.clone();
-        std::thread::Builder::new().name("post".into()).spawn(move || loop {
-            match read_frame(&mut reader) {
-                Ok(Some(f)) => shared.deliver(f),
-                // SAFETY: _exit only ends the process.
-                Ok(None) | Err(_) => unsafe { libc::_exit(98) },
-            }
-        })?;
+        std::thread::Builder::new()
+            .name("post".into())
+            .spawn(move || loop {
+                match read_frame(&mut reader) {
+                    Ok(Some(f)) => shared.deliver(f),
+                    // SAFETY: _exit only ends the process.
+                    Ok(None) | Err(_) => unsafe { libc::_exit(98) },
+                }
+            })?;
         Ok(post)
     }
 
@@ -120,7 +134,11 @@ impl Post {
             Kind::Gone => {
                 boxes.gone.entry(f.from).or_insert_with(Instant::now);
             }
-            _ => boxes.mail.entry((f.to, f.from)).or_default().push_back(f.payload),
+            _ => boxes
+                .mail
+                .entry((f.to, f.from))
+                .or_default()
+                .push_back(f.payload),
         }
         drop(boxes);
         self.changed.notify_all();
@@ -143,11 +161,20 @@ pub struct Oob {
 impl Oob {
     /// The way to talk of `rank`.
     pub fn new(post: Arc<Post>, rank: usize, nranks: usize) -> Oob {
-        Oob { post, rank: rank as u32, nranks: nranks as u32 }
+        Oob {
+            post,
+            rank: rank as u32,
+            nranks: nranks as u32,
+        }
     }
 
     fn frame(&self, kind: Kind, to: u32, payload: impl Into<Vec<u8>>) -> Frame {
-        Frame { kind, from: self.rank, to, payload: payload.into() }
+        Frame {
+            kind,
+            from: self.rank,
+            to,
+            payload: payload.into(),
+        }
     }
 
     /// Sends bytes to a rank; that may be this one.
@@ -195,7 +222,9 @@ impl Oob {
         for to in 0..self.nranks {
             self.send(to as usize, mine)?;
         }
-        (0..self.nranks).map(|from| self.recv(from as usize)).collect()
+        (0..self.nranks)
+            .map(|from| self.recv(from as usize))
+            .collect()
     }
 
     /// Waits for all ranks.
@@ -211,7 +240,9 @@ impl Oob {
         for from in ranks {
             let m = self.recv(*from)?;
             if m != b"barrier" {
-                return Err(Error::new(format!("rank {from} is not at the same barrier")));
+                return Err(Error::new(format!(
+                    "rank {from} is not at the same barrier"
+                )));
             }
         }
         Ok(())
@@ -219,7 +250,9 @@ impl Oob {
 
     /// Tells where this rank is; the last such text is in the report of a hang.
     pub fn state(&self, text: impl Into<String>) {
-        let _ = self.post.send(&self.frame(Kind::State, PARENT, text.into()));
+        let _ = self
+            .post
+            .send(&self.frame(Kind::State, PARENT, text.into()));
     }
 
     /// Reports something to the process that started the ranks.
@@ -267,12 +300,20 @@ mod tests {
 
     #[test]
     fn frames_survive_the_trip() {
-        let f = Frame { kind: Kind::Up, from: 3, to: PARENT, payload: vec![1, 2, 3] };
+        let f = Frame {
+            kind: Kind::Up,
+            from: 3,
+            to: PARENT,
+            payload: vec![1, 2, 3],
+        };
         let mut bytes = Vec::new();
         write_frame(&mut bytes, &f).unwrap();
         let mut from = &bytes[..];
         let g = read_frame(&mut from).unwrap().unwrap();
-        assert_eq!((g.kind, g.from, g.to, g.payload), (f.kind, f.from, f.to, f.payload));
+        assert_eq!(
+            (g.kind, g.from, g.to, g.payload),
+            (f.kind, f.from, f.to, f.payload)
+        );
         assert!(read_frame(&mut from).unwrap().is_none());
         assert!(read_frame(&mut &bytes[..14]).is_err());
         assert!(read_frame(&mut &[77u8; 20][..]).is_err());

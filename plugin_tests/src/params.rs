@@ -17,7 +17,10 @@ impl Params {
 
     /// Adds a value. Line breaks in it become spaces.
     pub fn set(&mut self, name: &str, value: impl ToString) -> &mut Params {
-        self.0.insert(name.to_string(), value.to_string().replace(['\n', '\r'], " "));
+        self.0.insert(
+            name.to_string(),
+            value.to_string().replace(['\n', '\r'], " "),
+        );
         self
     }
 
@@ -37,7 +40,8 @@ impl Params {
         let text = self
             .text(name)
             .ok_or_else(|| Error::new(format!("the run's parameters lack {name}")))?;
-        text.parse().map_err(|_| Error::new(format!("the run's parameter {name}={text} is no use")))
+        text.parse()
+            .map_err(|_| Error::new(format!("the run's parameter {name}={text} is no use")))
     }
 
     /// As lines.
@@ -62,7 +66,10 @@ mod tests {
 
     #[test]
     fn lines_and_back() {
-        let p = Params::new().with("a", 1).with("path", "/x=y z").with("text", "two\nlines");
+        let p = Params::new()
+            .with("a", 1)
+            .with("path", "/x=y z")
+            .with("text", "two\nlines");
         let q = Params::decode(&p.encode());
         assert_eq!(q.get::<u32>("a").unwrap(), 1);
         assert_eq!(q.text("path"), Some("/x=y z"));

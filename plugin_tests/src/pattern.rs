@@ -88,7 +88,12 @@ pub fn check_from(key: Key, from: usize, found: &[u8]) -> Option<Mismatch> {
     let base = (from / 8) as u64;
     let mut bad: Option<Mismatch> = None;
     let mut note = |offset: usize, expected: u8, found: u8| {
-        let m = bad.get_or_insert(Mismatch { offset, expected, found, count: 0 });
+        let m = bad.get_or_insert(Mismatch {
+            offset,
+            expected,
+            found,
+            count: 0,
+        });
         m.count += 1;
     };
     let chunks = found.chunks_exact(8);
@@ -130,14 +135,14 @@ impl Rng {
     }
 
     /// The next number.
-    pub fn next(&mut self) -> u64 {
+    pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
 
     /// A number below `n`.
     pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
+        (self.number() % n.max(1) as u64) as usize
     }
 }
 
@@ -145,7 +150,12 @@ impl Rng {
 mod tests {
     use super::*;
 
-    const KEY: Key = Key { seed: 1, rank: 2, connection: 3, message: 4 };
+    const KEY: Key = Key {
+        seed: 1,
+        rank: 2,
+        connection: 3,
+        message: 4,
+    };
 
     #[test]
     fn what_is_filled_checks_and_a_flipped_bit_is_found() {
@@ -181,11 +191,21 @@ mod tests {
         for other in [
             Key { seed: 9, ..KEY },
             Key { rank: 9, ..KEY },
-            Key { connection: 9, ..KEY },
+            Key {
+                connection: 9,
+                ..KEY
+            },
             Key { message: 9, ..KEY },
-            Key { rank: 3, connection: 2, ..KEY },
+            Key {
+                rank: 3,
+                connection: 2,
+                ..KEY
+            },
         ] {
-            assert!(check(other, &data).is_some_and(|m| m.count > 32), "{other:?}");
+            assert!(
+                check(other, &data).is_some_and(|m| m.count > 32),
+                "{other:?}"
+            );
         }
         // A shift by a word does not pass either.
         assert!(check(KEY, &data[8..]).is_some());

@@ -95,6 +95,9 @@ fn host(find: impl Fn(&str) -> Option<Entry>) -> Result<()> {
     if unsafe { libc::dup2(null.as_raw_fd(), 0) } < 0 {
         fail!("dup2: {}", std::io::Error::last_os_error());
     }
+    // Ctrl-C reaches the whole foreground group; the parent decides what becomes of its ranks.
+    // SAFETY: ignoring a signal installs no handler.
+    unsafe { libc::signal(libc::SIGINT, libc::SIG_IGN) };
     let spec = read_frame(&mut stream)?.ok_or_else(|| Error::new("no word from the parent"))?;
     let params = Params::decode(&String::from_utf8_lossy(&spec.payload));
     if params.text("driver.nofile").is_some() {
@@ -115,16 +118,18 @@ fn host(find: impl Fn(&str) -> Option<Entry>) -> Result<()> {
         .map(|rank| {
             let (params, post, plugin, name) =
                 (params.clone(), post.clone(), plugin.clone(), name.clone());
-            std::thread::Builder::new().name(format!("init {rank}")).spawn(move || {
-                let oob = Oob::new(post, rank, nranks);
-                let mark = logs::mark();
-                let result = match entry {
-                    Some(entry) => run_rank(entry, &name, &oob, rank, nranks, params, &plugin),
-                    None => Err(Error::new(format!("there is nothing called {name}"))),
-                };
-                let result = result.map_err(|e| with_log(e, mark));
-                let _ = oob.done(&result);
-            })
+            std::thread::Builder::new()
+                .name(format!("init {rank}"))
+                .spawn(move || {
+                    let oob = Oob::new(post, rank, nranks);
+                    let mark = logs::mark();
+                    let result = match entry {
+                        Some(entry) => run_rank(entry, &name, &oob, rank, nranks, params, &plugin),
+                        None => Err(Error::new(format!("there is nothing called {name}"))),
+                    };
+                    let result = result.map_err(|e| with_log(e, mark));
+                    let _ = oob.done(&result);
+                })
         })
         .collect::<std::io::Result<_>>()?;
     for t in threads {
@@ -143,12 +148,21 @@ fn with_log(e: Error, mark: usize) -> Error {
     if warnings.is_empty() {
         return e;
     }
-    let list: Vec<String> = warnings[from..].iter().map(|w| format!("    WARN {w}")).collect();
-    Error::new(format!("{e}\n  the plugin's last warnings:\n{}", list.join("\n")))
+    let list: Vec<String> = warnings[from..]
+        .iter()
+        .map(|w| format!("    WARN {w}"))
+        .collect();
+    Error::new(format!(
+        "{e}\n  the plugin's last warnings:\n{}",
+        list.join("\n")
+    ))
 }
 
 fn limit_files(soft: u64) -> Result<()> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let mut limit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
     // SAFETY: `limit` is a place for the limits.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
         fail!("getrlimit: {}", std::io::Error::last_os_error());
@@ -171,7 +185,10 @@ fn run_rank(
     plugin: &std::sync::OnceLock<Result<Plugin>>,
 ) -> Result<()> {
     oob.state("loading the plugin");
-    let abi = params.text("driver.abi").map(|_| params.get("driver.abi")).transpose()?;
+    let abi = params
+        .text("driver.abi")
+        .map(|_| params.get("driver.abi"))
+        .transpose()?;
     let path: String = params.get("driver.plugin")?;
     let plugin = plugin.get_or_init(|| Plugin::load(&path, abi)).clone()?;
     let gpus = cuda::device_count();
@@ -210,13 +227,27 @@ fn run_rank(
     };
     result?;
     ctx.state("finalize");
-    let Ctx { service, progress, io, session: own, double, params, .. } = ctx;
+    let Ctx {
+        service,
+        progress,
+        io,
+        session: own,
+        double,
+        params,
+        ..
+    } = ctx;
     drop((service, progress, io, own));
     session.finalize()?;
     if let Some(d) = double {
         let (n, text) = d.violations();
-        let expected: usize = params.text("violations").map_or(Ok(0), str::parse).unwrap_or(0);
-        ensure!(n == expected, "{n} rules of the CUDA driver were broken: {text}");
+        let expected: usize = params
+            .text("violations")
+            .map_or(Ok(0), str::parse)
+            .unwrap_or(0);
+        ensure!(
+            n == expected,
+            "{n} rules of the CUDA driver were broken: {text}"
+        );
     }
     Ok(())
 }
@@ -290,7 +321,11 @@ impl Ctx {
 
     /// Allocates memory for that end of a connection, at an address if that is possible.
     pub fn buffer_at(&self, link: &Link, len: usize, address: usize) -> Result<Arc<Buffer>> {
-        let kind = if link.sends() { self.send_kind()? } else { self.recv_kind()? };
+        let kind = if link.sends() {
+            self.send_kind()?
+        } else {
+            self.recv_kind()?
+        };
         Ok(Arc::new(Buffer::at(kind, len, self.gpu, address)?))
     }
 
@@ -337,7 +372,10 @@ impl Ctx {
                 let mut i = 0;
                 while i < pending_out.len() {
                     let (n, handle) = &mut pending_out[i];
-                    match net.connect(dev, handle).context(|| format!("connection {}", first + *n))? {
+                    match net
+                        .connect(dev, handle)
+                        .context(|| format!("connection {}", first + *n))?
+                    {
                         Some(c) => {
                             done.push((*n, false, Comm::Send(c)));
                             pending_out.swap_remove(i);
@@ -348,7 +386,10 @@ impl Ctx {
                 let mut i = 0;
                 while i < pending_in.len() {
                     let (n, l) = pending_in[i];
-                    match net.accept(l).context(|| format!("connection {}", first + n))? {
+                    match net
+                        .accept(l)
+                        .context(|| format!("connection {}", first + n))?
+                    {
                         Some(c) => {
                             done.push((n, true, Comm::Recv(c)));
                             pending_in.swap_remove(i);
@@ -382,8 +423,16 @@ impl Ctx {
             .into_iter()
             .map(|(i, _, comm)| {
                 let (from, to) = pairs[i];
-                let peer = if matches!(comm, Comm::Send(_)) { to } else { from };
-                Link { id: first + i, peer, comm }
+                let peer = if matches!(comm, Comm::Send(_)) {
+                    to
+                } else {
+                    from
+                };
+                Link {
+                    id: first + i,
+                    peer,
+                    comm,
+                }
             })
             .collect())
     }
@@ -391,8 +440,9 @@ impl Ctx {
     /// Receives a handle from another rank.
     pub fn recv_handle(&self, from: usize) -> Result<Handle> {
         let bytes = self.oob.recv(from)?;
-        let bytes: [u8; 128] =
-            bytes.try_into().map_err(|_| Error::new("that is not a handle's length"))?;
+        let bytes: [u8; 128] = bytes
+            .try_into()
+            .map_err(|_| Error::new("that is not a handle's length"))?;
         Ok(Handle(bytes))
     }
 
@@ -423,7 +473,8 @@ impl Ctx {
     pub fn close(&self, links: &[Link]) -> Result<()> {
         for l in links {
             let what = format!("close of connection {}", l.id);
-            self.bounded(&what, CLOSE_LIMIT, |net| net.close(l.comm))?.context(|| &what)?;
+            self.bounded(&what, CLOSE_LIMIT, |net| net.close(l.comm))?
+                .context(|| &what)?;
         }
         Ok(())
     }

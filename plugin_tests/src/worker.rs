@@ -35,20 +35,33 @@ impl Worker {
     pub fn new(name: &str, gpu: Option<usize>) -> Result<Worker> {
         let (tx, rx) = mpsc::channel::<Job>();
         let (ready_tx, ready_rx) = mpsc::channel();
-        let thread = std::thread::Builder::new().name(name.to_string()).spawn(move || {
-            let bound = gpu.map_or(Ok(()), |g| cuda::get().and_then(|c| c.bind(g)));
-            let _ = ready_tx.send(bound);
-            for job in rx {
-                job();
-            }
-        })?;
-        ready_rx.recv().map_err(|_| Error::new("a worker thread did not start"))??;
-        Ok(Worker { jobs: Some(tx), thread: Some(thread) })
+        let thread = std::thread::Builder::new()
+            .name(name.to_string())
+            .spawn(move || {
+                let bound = gpu.map_or(Ok(()), |g| cuda::get().and_then(|c| c.bind(g)));
+                let _ = ready_tx.send(bound);
+                for job in rx {
+                    job();
+                }
+            })?;
+        ready_rx
+            .recv()
+            .map_err(|_| Error::new("a worker thread did not start"))??;
+        Ok(Worker {
+            jobs: Some(tx),
+            thread: Some(thread),
+        })
     }
 
     fn submit(&self, job: Job) {
-        let jobs = self.jobs.as_ref().expect("a worker has its channel until it is dropped");
-        assert!(jobs.send(job).is_ok(), "a worker thread ended before its worker");
+        let jobs = self
+            .jobs
+            .as_ref()
+            .expect("a worker has its channel until it is dropped");
+        assert!(
+            jobs.send(job).is_ok(),
+            "a worker thread ended before its worker"
+        );
     }
 
     /// Runs `f` on the thread and does not wait.
@@ -95,12 +108,20 @@ pub struct Idle {
 impl Idle {
     /// Spins, then yields, then sleeps: for tests that share a small machine with others.
     pub fn patient() -> Idle {
-        Idle { rounds: 0, patient: true, yields: true }
+        Idle {
+            rounds: 0,
+            patient: true,
+            yields: true,
+        }
     }
 
     /// Spins; with `yields`, lets other threads run after a while: for measuring.
     pub fn eager(yields: bool) -> Idle {
-        Idle { rounds: 0, patient: false, yields }
+        Idle {
+            rounds: 0,
+            patient: false,
+            yields,
+        }
     }
 
     /// Something happened.

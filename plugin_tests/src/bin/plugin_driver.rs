@@ -1,214 +1,23 @@
 //! Drives a net plugin as NCCL does: `plugin_driver conformance --plugin X.so`.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use plugin_tests::conformance::{self, Case, Outcome, Setup};
-use plugin_tests::launch::Layout;
-use plugin_tests::memory::Kind;
+use plugin_tests::conformance::{self, command};
 use plugin_tests::rank;
-
-const USAGE: &str = "\
-usage: plugin_driver conformance --plugin LIBRARY [options]
-       plugin_driver conformance --list
-
-  --plugin LIBRARY    the net plugin to test
-  --abi N[,N...]      ABI versions, 6 to 12; default: the newest that the plugin has
-  --memory K[,K...]   kinds of memory: host, mmap, cuda, vmm, vmm-private, or a pair as vmm:host
-                      for sender and receiver; default: host
-  --case NAME         only this case; may be repeated
-  --group NAME        only this group; may be repeated
-  --large             also the cases that need much memory
-  --threads           ranks are threads of one process
-  --cuda-dir FOLDER   the ranks' loader looks there first: for a stand-in of libcuda.so.1
-  --env NAME=VALUE    for the ranks; may be repeated
-  --timeout SECONDS   for each case; default: 60
-  --list              print the cases and what they assert
-
-Environment: VCCL_DRIVER_LOG=warn or info prints the plugin's log.";
-
-struct Options {
-    plugin: Option<PathBuf>,
-    abis: Vec<Option<u32>>,
-    memory: Vec<(Kind, Kind)>,
-    cases: Vec<String>,
-    groups: Vec<String>,
-    large: bool,
-    layout: Layout,
-    cuda_dir: Option<PathBuf>,
-    env: Vec<(String, String)>,
-    timeout: Duration,
-    list: bool,
-}
-
-fn parse(args: &[String]) -> Result<Options, String> {
-    let mut o = Options {
-        plugin: None,
-        abis: vec![None],
-        memory: vec![(Kind::Malloc, Kind::Malloc)],
-        cases: Vec::new(),
-        groups: Vec::new(),
-        large: false,
-        layout: Layout::Processes,
-        cuda_dir: None,
-        env: Vec::new(),
-        timeout: Duration::from_secs(60),
-        list: false,
-    };
-    let mut args = args.iter();
-    while let Some(a) = args.next() {
-        let mut value = || args.next().cloned().ok_or_else(|| format!("{a} needs a value"));
-        match a.as_str() {
-            "--plugin" => o.plugin = Some(value()?.into()),
-            "--abi" => o.abis = list(&value()?, |v| v.parse().map(Some).map_err(|_| no(v)))?,
-            "--memory" => o.memory = list(&value()?, kinds)?,
-            "--case" => o.cases.push(value()?),
-            "--group" => o.groups.push(value()?),
-            "--large" => o.large = true,
-            "--threads" => o.layout = Layout::Threads,
-            "--cuda-dir" => o.cuda_dir = Some(value()?.into()),
-            "--env" => {
-                let text = value()?;
-                let (k, v) = text.split_once('=').ok_or("--env needs NAME=VALUE")?;
-                o.env.push((k.to_string(), v.to_string()));
-            }
-            "--timeout" => {
-                let v = value()?;
-                o.timeout = Duration::from_secs(v.parse().map_err(|_| no(&v))?);
-            }
-            "--list" => o.list = true,
-            other => return Err(format!("unknown option {other}")),
-        }
-    }
-    for name in &o.cases {
-        if conformance::find(name).is_none() {
-            return Err(format!("there is no case {name}; --list names them all"));
-        }
-    }
-    Ok(o)
-}
-
-fn no(value: &str) -> String {
-    format!("{value} is not a number that fits")
-}
-
-fn list<T>(text: &str, parse: impl Fn(&str) -> Result<T, String>) -> Result<Vec<T>, String> {
-    text.split(',').map(parse).collect()
-}
-
-fn kinds(text: &str) -> Result<(Kind, Kind), String> {
-    let (a, b) = text.split_once(':').unwrap_or((text, text));
-    let kind = |n: &str| Kind::parse(n).map_err(|e| e.to_string());
-    Ok((kind(a)?, kind(b)?))
-}
-
-fn selected(o: &Options) -> Vec<&'static Case> {
-    conformance::cases()
-        .filter(|c| o.cases.is_empty() || o.cases.iter().any(|n| n == c.name))
-        .filter(|c| o.groups.is_empty() || o.groups.iter().any(|g| g == c.group))
-        .filter(|c| !c.large || o.large || o.cases.iter().any(|n| n == c.name))
-        .collect()
-}
 
 fn main() -> ExitCode {
     rank::enter_if_rank(conformance::find);
     env_logger::init();
     let args: Vec<String> = std::env::args().skip(1).collect();
-    match args.first().map(String::as_str) {
-        Some("conformance") => {}
-        Some("-h" | "--help") => {
-            println!("{USAGE}");
-            return ExitCode::SUCCESS;
+    match args.split_first() {
+        Some((first, rest)) if first == "conformance" => command::command(rest, None),
+        Some((first, _)) if first == "-h" || first == "--help" => {
+            println!("{}", command::USAGE);
+            ExitCode::SUCCESS
         }
         _ => {
-            eprintln!("{USAGE}");
-            return ExitCode::from(2);
+            eprintln!("{}", command::USAGE);
+            ExitCode::from(2)
         }
     }
-    let o = match parse(&args[1..]) {
-        Ok(o) => o,
-        Err(e) => {
-            eprintln!("{e}\n\n{USAGE}");
-            return ExitCode::from(2);
-        }
-    };
-    let cases = selected(&o);
-    if o.list {
-        for c in cases {
-            println!("{:<22} {:<10} {}{}", c.name, c.group, c.about, if c.large { " (large)" } else { "" });
-        }
-        return ExitCode::SUCCESS;
-    }
-    let Some(plugin) = &o.plugin else {
-        eprintln!("--plugin is missing\n\n{USAGE}");
-        return ExitCode::from(2);
-    };
-    let exe = match std::env::current_exe() {
-        Ok(e) => e,
-        Err(e) => {
-            eprintln!("cannot find this program itself: {e}");
-            return ExitCode::FAILURE;
-        }
-    };
-    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for abi in &o.abis {
-        for (i, (send, recv)) in o.memory.iter().enumerate() {
-            for case in &cases {
-                if i > 0 && !case.memory {
-                    continue;
-                }
-                let setup = Setup {
-                    exe: exe.clone(),
-                    plugin: plugin.clone(),
-                    abi: *abi,
-                    send: *send,
-                    recv: *recv,
-                    layout: o.layout,
-                    env: o.env.clone(),
-                    library_dir: o.cuda_dir.clone(),
-                    timeout: o.timeout,
-                };
-                let (outcome, took) = conformance::run_case(case, &setup);
-                let word = match &outcome {
-                    Outcome::Passed => {
-                        passed += 1;
-                        "ok"
-                    }
-                    Outcome::Skipped(_) => {
-                        skipped += 1;
-                        "skipped"
-                    }
-                    Outcome::Failed(_) => {
-                        failed += 1;
-                        "FAILED"
-                    }
-                };
-                let abi = abi.map_or("newest".to_string(), |v| format!("v{v}"));
-                print!(
-                    "{word:<8} {:<22} abi {abi} {}:{} {:.2} s",
-                    case.name,
-                    send.name(),
-                    recv.name(),
-                    took.as_secs_f64()
-                );
-                match outcome {
-                    Outcome::Passed => println!(),
-                    Outcome::Skipped(why) => println!(" ({why})"),
-                    Outcome::Failed(why) => println!("\n{}", indent(&why)),
-                }
-            }
-        }
-    }
-    let more = if skipped > 0 { format!(", {skipped} skipped") } else { String::new() };
-    println!("{passed} passed, {failed} failed{more}");
-    if failed > 0 || passed == 0 {
-        ExitCode::FAILURE
-    } else {
-        ExitCode::SUCCESS
-    }
-}
-
-fn indent(text: &str) -> String {
-    text.lines().map(|l| format!("    {l}")).collect::<Vec<_>>().join("\n")
 }

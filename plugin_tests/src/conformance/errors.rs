@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::util::{
-    error_within, is_remote, memory, put, recv, remote_error_of, remote_error_of_send, send, sender,
-    verify, wait,
+    error_within, is_remote, memory, put, recv, remote_error_of, remote_error_of_send, send,
+    sender, verify, wait,
 };
 use super::Case;
 use crate::error::{Context, Result};
@@ -31,8 +31,12 @@ pub const CASES: &[Case] = &[
         "a connection that saw an error leaves the next connection between the same ranks alone"),
 ];
 
-const OVERSIZE: [(usize, usize); 4] =
-    [(1_001, 1_000), ((1 << 20) + 1, 1 << 20), (3 << 20, 1 << 20), (1, 0)];
+const OVERSIZE: [(usize, usize); 4] = [
+    (1_001, 1_000),
+    ((1 << 20) + 1, 1 << 20),
+    (3 << 20, 1 << 20),
+    (1, 0),
+];
 
 fn send_larger(ctx: &mut Ctx) -> Result<()> {
     let bystander = ctx.connect(&[(0, 1)])?;
@@ -51,7 +55,12 @@ fn one_too_large(ctx: &Ctx, link: &Link, size: usize, capacity: usize) -> Result
     let mark = logs::mark();
     let limit = super::util::REMOTE_LIMIT;
     let (buffer, reg) = memory(ctx, link, AROUND + size.max(capacity) + AROUND)?;
-    let key = Key { seed: 1, rank: 7, connection: link.id, message: 0 };
+    let key = Key {
+        seed: 1,
+        rank: 7,
+        connection: link.id,
+        message: 0,
+    };
     let error = if link.sends() {
         ensure!(ctx.oob.recv(1)? == b"posted", "out of step");
         let c = sender(link)?;
@@ -101,7 +110,10 @@ fn one_too_large(ctx: &Ctx, link: &Link, size: usize, capacity: usize) -> Result
                 continue;
             }
             let place = at as isize - AROUND as isize;
-            ensure!(have == want, "the byte at {place} from the receive's start was overwritten");
+            ensure!(
+                have == want,
+                "the byte at {place} from the receive's start was overwritten"
+            );
         }
     }
     let texts = logs::warnings_since(mark);
@@ -117,7 +129,8 @@ fn one_too_large(ctx: &Ctx, link: &Link, size: usize, capacity: usize) -> Result
 
 /// Whether the text has that number, not as a part of a longer one.
 fn has_number(text: &str, number: &str) -> bool {
-    text.split(|c: char| !c.is_ascii_digit()).any(|n| n == number)
+    text.split(|c: char| !c.is_ascii_digit())
+        .any(|n| n == number)
 }
 
 fn close_inflight(ctx: &mut Ctx) -> Result<()> {
@@ -131,7 +144,17 @@ fn close_inflight(ctx: &mut Ctx) -> Result<()> {
         let (buffer, reg) = memory(ctx, &link, 8 * SIZE)?;
         let what = format!("round {round}");
         if link.sends() {
-            put(&buffer, 0, 1_000, Key { seed: 0, rank: 0, connection: 0, message: 0 })?;
+            put(
+                &buffer,
+                0,
+                1_000,
+                Key {
+                    seed: 0,
+                    rank: 0,
+                    connection: 0,
+                    message: 0,
+                },
+            )?;
             ensure!(ctx.oob.recv(1)? == b"posted", "out of step");
             for i in 0..if started { 8 } else { 0 } {
                 match send(ctx, &link, &reg, i * SIZE, SIZE, 0).context(|| &what) {
@@ -155,8 +178,10 @@ fn close_inflight(ctx: &mut Ctx) -> Result<()> {
         if !first {
             ensure!(ctx.oob.recv(peer)? == b"closed", "out of step");
         }
-        ctx.deregister(vec![reg]).context(|| format!("{what}, with requests in flight"))?;
-        ctx.close(&links).context(|| format!("{what}, with requests in flight"))?;
+        ctx.deregister(vec![reg])
+            .context(|| format!("{what}, with requests in flight"))?;
+        ctx.close(&links)
+            .context(|| format!("{what}, with requests in flight"))?;
         if first {
             ctx.oob.send(peer, b"closed".to_vec())?;
         }
@@ -200,7 +225,12 @@ fn sender_closes_early(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1)])?;
     let link = links[0];
     let (buffer, reg) = memory(ctx, &link, 9 * SIZE)?;
-    let key = |i: usize| Key { seed: 0, rank: 0, connection: link.id, message: i };
+    let key = |i: usize| Key {
+        seed: 0,
+        rank: 0,
+        connection: link.id,
+        message: i,
+    };
     if link.sends() {
         ensure!(ctx.oob.recv(1)? == b"posted", "out of step");
         let mut requests = Vec::new();
@@ -225,20 +255,31 @@ fn sender_closes_early(ctx: &mut Ctx) -> Result<()> {
     let late = requests.pop();
     let mut sizes = Vec::new();
     for (i, r) in requests.into_iter().enumerate() {
-        sizes.push(wait(ctx, &format!("receive {i} of what was sent before the close"), r)?);
+        sizes.push(wait(
+            ctx,
+            &format!("receive {i} of what was sent before the close"),
+            r,
+        )?);
     }
     // The eighth is not tested until the sender has closed, unless the sender needs that to
     // complete: a receiver that copies host memory itself does so while it tests.
     let mut closed = ctx.oob.recv_within(0, Duration::from_secs(2)).is_ok();
     if let Some(r) = late {
-        sizes.push(wait(ctx, "receive 7, of what was sent and completed before the close", r)?);
+        sizes.push(wait(
+            ctx,
+            "receive 7, of what was sent and completed before the close",
+            r,
+        )?);
     }
     if !closed {
         closed = ctx.oob.recv(0)? == b"closed";
     }
     ensure!(closed, "out of step");
     for (i, size) in sizes.into_iter().enumerate() {
-        ensure!(size == SIZE, "receive {i}: test gave {size} bytes of {SIZE}");
+        ensure!(
+            size == SIZE,
+            "receive {i}: test gave {size} bytes of {SIZE}"
+        );
         verify(&buffer, i * SIZE, SIZE, key(i))?;
     }
     if let Some(r) = last {

@@ -2,9 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::util::{
-    memory, put, receiver, recv, send, sender, until, verify, wait, WORK_LIMIT,
-};
+use super::util::{memory, put, receiver, recv, send, sender, until, verify, wait, WORK_LIMIT};
 use super::Case;
 use crate::error::{Context, Error, Result};
 use crate::exchange::{exchange, simple, Shape, Stream};
@@ -15,30 +13,90 @@ use crate::worker::Idle;
 use crate::{ensure, fail};
 
 pub const CASES: &[Case] = &[
-    Case::new("inflight_8", "data", 2, inflight_8,
-        "8 requests in flight complete in order at both ends, however they are tested"),
-    Case::new("inflight_32", "data", 2, inflight_32,
-        "32 requests in flight complete in order at both ends, however they are tested"),
-    Case::new("table_full", "data", 2, table_full,
-        "with 32 requests in flight, one more gives NULL or works, and is never an error"),
-    Case::new("pingpong", "data", 2, pingpong,
-        "2,000 messages go to and fro, each sent when the one before has been seen"),
-    Case::new("bidirectional", "data", 2, bidirectional,
-        "both directions move 1 MiB messages at once in one progress thread"),
-    Case::new("mixed_comms", "data", 2, mixed_comms,
-        "16 connections with messages of different sizes share one progress thread"),
-    Case::new("ring", "data", 4, ring,
-        "four ranks in a ring send and receive at once"),
-    Case::new("many_small", "data", 2, many_small,
-        "100,000 small messages arrive in order and unchanged"),
-    Case::new("tags", "data", 2, tags,
-        "a message never lands in a receive that has another tag"),
-    Case::new("late_receives", "data", 2, late_receives,
-        "sends that are tried before any receive is posted wait without error, and then arrive"),
-    Case::new("optional_completion", "data", 2, optional_completion,
-        "a receive with NCCL's hint that nobody looks at its completion still gets its data"),
-    Case::new("grouped", "data", 2, grouped,
-        "one irecv of several parts gets each message by its tag and reports every size"),
+    Case::new(
+        "inflight_8",
+        "data",
+        2,
+        inflight_8,
+        "8 requests in flight complete in order at both ends, however they are tested",
+    ),
+    Case::new(
+        "inflight_32",
+        "data",
+        2,
+        inflight_32,
+        "32 requests in flight complete in order at both ends, however they are tested",
+    ),
+    Case::new(
+        "table_full",
+        "data",
+        2,
+        table_full,
+        "with 32 requests in flight, one more gives NULL or works, and is never an error",
+    ),
+    Case::new(
+        "pingpong",
+        "data",
+        2,
+        pingpong,
+        "2,000 messages go to and fro, each sent when the one before has been seen",
+    ),
+    Case::new(
+        "bidirectional",
+        "data",
+        2,
+        bidirectional,
+        "both directions move 1 MiB messages at once in one progress thread",
+    ),
+    Case::new(
+        "mixed_comms",
+        "data",
+        2,
+        mixed_comms,
+        "16 connections with messages of different sizes share one progress thread",
+    ),
+    Case::new(
+        "ring",
+        "data",
+        4,
+        ring,
+        "four ranks in a ring send and receive at once",
+    ),
+    Case::new(
+        "many_small",
+        "data",
+        2,
+        many_small,
+        "100,000 small messages arrive in order and unchanged",
+    ),
+    Case::new(
+        "tags",
+        "data",
+        2,
+        tags,
+        "a message never lands in a receive that has another tag",
+    ),
+    Case::new(
+        "late_receives",
+        "data",
+        2,
+        late_receives,
+        "sends that are tried before any receive is posted wait without error, and then arrive",
+    ),
+    Case::new(
+        "optional_completion",
+        "data",
+        2,
+        optional_completion,
+        "a receive with NCCL's hint that nobody looks at its completion still gets its data",
+    ),
+    Case::new(
+        "grouped",
+        "data",
+        2,
+        grouped,
+        "one irecv of several parts gets each message by its tag and reports every size",
+    ),
 ];
 
 fn inflight_8(ctx: &mut Ctx) -> Result<()> {
@@ -57,7 +115,12 @@ fn inflight(ctx: &mut Ctx, n: usize) -> Result<()> {
     let link = links[0];
     let (buffer, reg) = memory(ctx, &link, n * SIZE)?;
     for round in 0..4 {
-        let key = |i: usize| Key { seed: round, rank: 0, connection: link.id, message: i };
+        let key = |i: usize| Key {
+            seed: round,
+            rank: 0,
+            connection: link.id,
+            message: i,
+        };
         let mut requests: Vec<Option<Request>> = Vec::new();
         for i in 0..n {
             requests.push(Some(if link.sends() {
@@ -77,7 +140,10 @@ fn inflight(ctx: &mut Ctx, n: usize) -> Result<()> {
                 let Some(r) = requests[i] else { continue };
                 match io.test(r).context(|| format!("message {i}"))? {
                     Some(size) => {
-                        ensure!(size == SIZE, "message {i}: test gave {size} bytes of {SIZE}");
+                        ensure!(
+                            size == SIZE,
+                            "message {i}: test gave {size} bytes of {SIZE}"
+                        );
                         requests[i] = None;
                         newer_done = newer_done.or(Some(i));
                     }
@@ -106,11 +172,19 @@ fn table_full(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1)])?;
     let link = links[0];
     let (buffer, reg) = memory(ctx, &link, MOST * SIZE)?;
-    let key = |i: usize| Key { seed: 0, rank: 0, connection: link.id, message: i };
+    let key = |i: usize| Key {
+        seed: 0,
+        rank: 0,
+        connection: link.id,
+        message: i,
+    };
     let mut requests = Vec::new();
     if link.sends() {
         let posted = u64::from_le_bytes(
-            ctx.oob.recv(1)?.try_into().map_err(|_| Error::new("no number"))?,
+            ctx.oob
+                .recv(1)?
+                .try_into()
+                .map_err(|_| Error::new("no number"))?,
         ) as usize;
         for i in 0..posted {
             put(&buffer, i * SIZE, SIZE, key(i))?;
@@ -150,7 +224,10 @@ fn table_full(ctx: &mut Ctx) -> Result<()> {
         ctx.oob.send(0, (requests.len() as u64).to_le_bytes())?;
         for (i, r) in requests.into_iter().enumerate() {
             let size = wait(ctx, &format!("receive {i}"), r)?;
-            ensure!(size == SIZE, "receive {i}: test gave {size} bytes of {SIZE}");
+            ensure!(
+                size == SIZE,
+                "receive {i}: test gave {size} bytes of {SIZE}"
+            );
             verify(&buffer, i * SIZE, SIZE, key(i))?;
         }
     }
@@ -168,7 +245,12 @@ fn pingpong(ctx: &mut Ctx) -> Result<()> {
     let most = SIZES[SIZES.len() - 1];
     let (out_buffer, out_reg) = memory(ctx, &out, most)?;
     let (in_buffer, in_reg) = memory(ctx, &inn, most)?;
-    let key = |rank: usize, i: usize| Key { seed: 0, rank, connection: 0, message: i };
+    let key = |rank: usize, i: usize| Key {
+        seed: 0,
+        rank,
+        connection: 0,
+        message: i,
+    };
     let (me, peer) = (ctx.rank, 1 - ctx.rank);
     for i in 0..ROUNDS {
         let size = SIZES[i % SIZES.len()];
@@ -196,8 +278,13 @@ fn pingpong(ctx: &mut Ctx) -> Result<()> {
 fn bidirectional(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1), (1, 0)])?;
     let shape = |_: usize| Shape::plain(1 << 20);
-    let streams: Vec<Stream> =
-        links.iter().map(|l| Stream { slots: 16, ..Stream::new(l, 48, &shape) }).collect();
+    let streams: Vec<Stream> = links
+        .iter()
+        .map(|l| Stream {
+            slots: 16,
+            ..Stream::new(l, 48, &shape)
+        })
+        .collect();
     exchange(ctx, &streams)?;
     ctx.close(&links)
 }
@@ -212,14 +299,22 @@ fn mixed_comms(ctx: &mut Ctx) -> Result<()> {
             let id = l.id;
             Box::new(move |i: usize| {
                 let size = SIZES[(id / 2 + if i % 4 == 3 { i } else { 0 }) % SIZES.len()];
-                Shape { size, capacity: size, offset: (id + i) % 7 }
+                Shape {
+                    size,
+                    capacity: size,
+                    offset: (id + i) % 7,
+                }
             }) as Box<dyn Fn(usize) -> Shape + Sync>
         })
         .collect();
     let streams: Vec<Stream> = links
         .iter()
         .zip(&shapes)
-        .map(|(l, s)| Stream { slots: 4, window: 1 + l.id % 8, ..Stream::new(l, 16, s) })
+        .map(|(l, s)| Stream {
+            slots: 4,
+            window: 1 + l.id % 8,
+            ..Stream::new(l, 16, s)
+        })
         .collect();
     exchange(ctx, &streams)?;
     ctx.close(&links)
@@ -236,8 +331,18 @@ fn ring(ctx: &mut Ctx) -> Result<()> {
 
 fn many_small(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1)])?;
-    let shape = |i: usize| Shape { size: 1 + (i * 7) % 61, capacity: 64, offset: i % 3 };
-    exchange(ctx, &[Stream { slots: 5_000, ..Stream::new(&links[0], 100_000, &shape) }])?;
+    let shape = |i: usize| Shape {
+        size: 1 + (i * 7) % 61,
+        capacity: 64,
+        offset: i % 3,
+    };
+    exchange(
+        ctx,
+        &[Stream {
+            slots: 5_000,
+            ..Stream::new(&links[0], 100_000, &shape)
+        }],
+    )?;
     ctx.close(&links)
 }
 
@@ -246,7 +351,12 @@ fn tags(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1)])?;
     let link = links[0];
     let (buffer, reg) = memory(ctx, &link, 2 * SIZE)?;
-    let key = |tag: i32| Key { seed: 0, rank: 0, connection: link.id, message: tag as usize };
+    let key = |tag: i32| Key {
+        seed: 0,
+        rank: 0,
+        connection: link.id,
+        message: tag as usize,
+    };
     // The receives are posted with tags 7 and 9, and the sender begins with 9.
     if link.sends() {
         put(&buffer, 0, SIZE, key(7))?;
@@ -290,7 +400,17 @@ fn late_receives(ctx: &mut Ctx) -> Result<()> {
     let link = links[0];
     if link.sends() {
         let (buffer, reg) = memory(ctx, &link, SIZE)?;
-        put(&buffer, 0, SIZE, Key { seed: 0, rank: 0, connection: link.id, message: 0 })?;
+        put(
+            &buffer,
+            0,
+            SIZE,
+            Key {
+                seed: 0,
+                rank: 0,
+                connection: link.id,
+                message: 0,
+            },
+        )?;
         let c = sender(&link)?;
         // Nobody has posted anything: it may take the message (if it stages it) or say 'again'.
         let mut request = None;
@@ -330,7 +450,17 @@ fn late_receives(ctx: &mut Ctx) -> Result<()> {
         let r = recv(ctx, &link, &reg, 0, SIZE, 0)?;
         let size = wait(ctx, "the receive", r)?;
         ensure!(size == SIZE, "test gave {size} bytes of {SIZE}");
-        verify(&buffer, 0, SIZE, Key { seed: 0, rank: 0, connection: link.id, message: 0 })?;
+        verify(
+            &buffer,
+            0,
+            SIZE,
+            Key {
+                seed: 0,
+                rank: 0,
+                connection: link.id,
+                message: 0,
+            },
+        )?;
         ctx.oob.send(0, b"seen".to_vec())?;
         ctx.deregister(vec![reg])?;
     }
@@ -346,7 +476,12 @@ fn optional_completion(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1)])?;
     let link = links[0];
     let (buffer, reg) = memory(ctx, &link, 2 * SIZE)?;
-    let key = |i: usize| Key { seed: 0, rank: 0, connection: link.id, message: i };
+    let key = |i: usize| Key {
+        seed: 0,
+        rank: 0,
+        connection: link.id,
+        message: i,
+    };
     // A receive with the hint and one without, again and again: when the second is done, the first
     // has its data too.
     for pair in 0..PAIRS {
@@ -360,7 +495,12 @@ fn optional_completion(ctx: &mut Ctx) -> Result<()> {
             wait(ctx, "the send to the receive without", b)?;
         } else {
             let c = receiver(&link)?;
-            let part = || RecvPart { memory: &reg, offset: 0, capacity: SIZE, tag: 0 };
+            let part = || RecvPart {
+                memory: &reg,
+                offset: 0,
+                capacity: SIZE,
+                tag: 0,
+            };
             let a = until(ctx, "irecv with the hint", WORK_LIMIT, |io| {
                 io.irecv_group(c, &[part()], true)
             })?;
@@ -387,7 +527,12 @@ fn grouped(ctx: &mut Ctx) -> Result<()> {
     let (buffer, reg) = memory(ctx, &link, most * SIZE)?;
     let mut rng = Rng::new(1);
     for n in 2..=most {
-        let key = |i: usize| Key { seed: n as u64, rank: 0, connection: link.id, message: i };
+        let key = |i: usize| Key {
+            seed: n as u64,
+            rank: 0,
+            connection: link.id,
+            message: i,
+        };
         let size = |i: usize| SIZE - i;
         let mut order: Vec<usize> = (0..n).collect();
         for i in (1..n).rev() {
@@ -412,13 +557,18 @@ fn grouped(ctx: &mut Ctx) -> Result<()> {
                     tag: 100 + i as i32,
                 })
                 .collect();
-            let r = until(ctx, "grouped irecv", WORK_LIMIT, |io| io.irecv_group(c, &parts, false))?;
+            let r = until(ctx, "grouped irecv", WORK_LIMIT, |io| {
+                io.irecv_group(c, &parts, false)
+            })?;
             let mut sizes = vec![0; MAX_REQUESTS];
             until(ctx, "grouped receive", WORK_LIMIT, |io| {
                 Ok(io.test_sizes(r, &mut sizes)?.then_some(()))
             })?;
             for (i, got) in sizes.iter().enumerate().take(n) {
-                ensure!(*got as usize == size(i), "part {i} of {n}: test gave {got} bytes");
+                ensure!(
+                    *got as usize == size(i),
+                    "part {i} of {n}: test gave {got} bytes"
+                );
                 verify(&buffer, i * SIZE, size(i), key(i))?;
             }
         }

@@ -58,7 +58,11 @@ fn all_fail(ctx: &Ctx, named: Vec<(String, Handle)>) -> Result<()> {
         for (_, c) in succeeded {
             let _ = net.close(Comm::Send(c));
         }
-        (names, open.into_iter().map(|o| o.0).collect::<Vec<_>>(), uncoded)
+        (
+            names,
+            open.into_iter().map(|o| o.0).collect::<Vec<_>>(),
+            uncoded,
+        )
     });
     let few = |v: &[String]| v.iter().take(12).cloned().collect::<Vec<_>>().join(", ");
     ensure!(
@@ -79,10 +83,7 @@ fn all_fail(ctx: &Ctx, named: Vec<(String, Handle)>) -> Result<()> {
 
 /// Rank 1 listens and polls accept while rank 0 tries bad handles made from the good one; then the
 /// good one must work, and be the only one that was accepted.
-fn with_bad(
-    ctx: &mut Ctx,
-    make: impl Fn(&Handle) -> Vec<Vec<(String, Handle)>>,
-) -> Result<()> {
+fn with_bad(ctx: &mut Ctx, make: impl Fn(&Handle) -> Vec<Vec<(String, Handle)>>) -> Result<()> {
     let bystander = ctx.connect(&[(0, 1), (1, 0)])?;
     simple(ctx, &bystander, 4, 10_000, 1)?;
     let id = ctx.next_connection();
@@ -100,9 +101,16 @@ fn with_bad(
         };
         // That must be the good one: the data on it tells.
         let more = accept_within(ctx, l, Duration::from_millis(50))?;
-        ensure!(more.is_none(), "accept gave a second connection, and one good handle was used");
+        ensure!(
+            more.is_none(),
+            "accept gave a second connection, and one good handle was used"
+        );
         close_listen(ctx, l)?;
-        Link { id, peer: 0, comm: Comm::Recv(c) }
+        Link {
+            id,
+            peer: 0,
+            comm: Comm::Recv(c),
+        }
     } else {
         let good = ctx.recv_handle(1)?;
         for batch in make(&good) {
@@ -112,7 +120,11 @@ fn with_bad(
         ctx.oob.send(1, b"good".to_vec())?;
         let mut handle = good;
         let c = connect(ctx, &mut handle)?;
-        Link { id, peer: 1, comm: Comm::Send(c) }
+        Link {
+            id,
+            peer: 1,
+            comm: Comm::Send(c),
+        }
     };
     simple(ctx, &[link], 8, 10_000, 2)?;
     simple(ctx, &bystander, 4, 10_000, 3)?;
@@ -129,7 +141,7 @@ fn bad_handles(ctx: &mut Ctx) -> Result<()> {
         let mut rng = Rng::new(7);
         for i in 0..60 {
             let mut h = Handle([0; 128]);
-            h.0.iter_mut().for_each(|b| *b = rng.next() as u8);
+            h.0.iter_mut().for_each(|b| *b = rng.number() as u8);
             bad.push((format!("random {i}"), h));
         }
         let used = good.0.iter().rposition(|b| *b != 0).map_or(0, |p| p + 1);
@@ -145,7 +157,9 @@ fn bad_handles(ctx: &mut Ctx) -> Result<()> {
             let mut h = *good;
             let from = rng.below(128);
             let len = 1 + rng.below(128 - from);
-            h.0[from..from + len].iter_mut().for_each(|b| *b = rng.next() as u8);
+            h.0[from..from + len]
+                .iter_mut()
+                .for_each(|b| *b = rng.number() as u8);
             if h.0 != good.0 && from < used {
                 bad.push((format!("random {i} in bytes {from} to {}", from + len), h));
             }
@@ -192,7 +206,10 @@ fn connect_to_nobody(ctx: &mut Ctx) -> Result<()> {
                     Err(e) => ensure!(e.code().is_some(), "{e}"),
                 }
                 let said = logs::warnings_since(mark);
-                ensure!(said.iter().any(|s| s.len() > 20), "the error was not explained: {said:?}");
+                ensure!(
+                    said.iter().any(|s| s.len() > 20),
+                    "the error was not explained: {said:?}"
+                );
             }
             let links = ctx.connect(&[(0, 1)])?;
             simple(ctx, &links, 4, 1_000, 0)?;

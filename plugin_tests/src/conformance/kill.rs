@@ -57,7 +57,11 @@ fn die_within(ctx: &Ctx, most: Duration) {
 /// This process's open descriptors, by what they are.
 fn open_files() -> BTreeMap<String, usize> {
     let mut out = BTreeMap::new();
-    for f in std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten() {
+    for f in std::fs::read_dir("/proc/self/fd")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         if let Ok(target) = std::fs::read_link(f.path()) {
             let text = target.to_string_lossy();
             let kind = text.split(":[").next().unwrap_or("").to_string();
@@ -122,7 +126,11 @@ fn survive(
             std::thread::sleep(Duration::from_millis(50));
             for (k, n) in open_files() {
                 let was = before.entry(k).or_default();
-                ensure!(n <= *was + 4, "one dead peer left {} descriptors open", n - *was);
+                ensure!(
+                    n <= *was + 4,
+                    "one dead peer left {} descriptors open",
+                    n - *was
+                );
                 *was = n.max(*was);
             }
         }
@@ -159,7 +167,11 @@ fn kill_connecting(ctx: &mut Ctx) -> Result<()> {
                     );
                 }
                 for c in got {
-                    let link = Link { id: 1000 + v, peer: v, comm: Comm::Recv(c) };
+                    let link = Link {
+                        id: 1000 + v,
+                        peer: v,
+                        comm: Comm::Recv(c),
+                    };
                     must_fail(ctx, &link)?;
                 }
                 close_listen(ctx, l)
@@ -195,7 +207,14 @@ fn kill_connecting(ctx: &mut Ctx) -> Result<()> {
 
 fn outcome_of_connect(ctx: &Ctx, v: usize, handle: &mut crate::net::Handle) -> Result<()> {
     match connect_within(ctx, handle, NOBODY_LIMIT) {
-        Ok(Some(c)) => must_fail(ctx, &Link { id: 1000 + v, peer: v, comm: Comm::Send(c) }),
+        Ok(Some(c)) => must_fail(
+            ctx,
+            &Link {
+                id: 1000 + v,
+                peer: v,
+                comm: Comm::Send(c),
+            },
+        ),
         Ok(None) => fail!("connect to a process that died waits for {NOBODY_LIMIT:?}"),
         Err(e) => {
             ensure!(e.code().is_some(), "{e}");
@@ -314,11 +333,17 @@ fn kill_transfer(ctx: &mut Ctx) -> Result<()> {
                             flows[1].describe()
                         );
                     }
-                    ensure!(started.elapsed() < Duration::from_secs(30), "the victim lives on");
+                    ensure!(
+                        started.elapsed() < Duration::from_secs(30),
+                        "the victim lives on"
+                    );
                 }
                 Ok(flows.iter().map(Flow::done).sum())
             })?;
-            ensure!(moved > 0 || v % 2 == 1, "nothing moved before the peer was killed");
+            ensure!(
+                moved > 0 || v % 2 == 1,
+                "nothing moved before the peer was killed"
+            );
             ctx.deregister(vec![out_reg, in_reg])?;
             ctx.close(&[out, inn])
         }),
@@ -365,9 +390,17 @@ fn endless<'a>(
             comm,
             usize::MAX,
             slots,
-            move |i| Message { memory, offset: (i % slots) * size, size, tag: 0 },
+            move |i| Message {
+                memory,
+                offset: (i % slots) * size,
+                size,
+                tag: 0,
+            },
             |_, _| Ok(()),
         )
     };
-    [flow("send", out.comm, out_reg), flow("receive", inn.comm, in_reg)]
+    [
+        flow("send", out.comm, out_reg),
+        flow("receive", inn.comm, in_reg),
+    ]
 }

@@ -43,13 +43,23 @@ fn life(ctx: &Ctx, plugin: &Plugin, number: usize) -> Result<()> {
         if inn.is_none() {
             inn = net.accept(listener)?;
         }
-        ensure!(Instant::now() < end, "a connection to oneself does not come about");
+        ensure!(
+            Instant::now() < end,
+            "a connection to oneself does not come about"
+        );
         idle.wait();
     }
-    let (Some(out), Some(inn)) = (out, inn) else { fail!("no connection") };
+    let (Some(out), Some(inn)) = (out, inn) else {
+        fail!("no connection")
+    };
     net.close_listen(listener)?;
     const SIZE: usize = 10_000;
-    let key = Key { seed: 0, rank: ctx.rank, connection: number, message: 0 };
+    let key = Key {
+        seed: 0,
+        rank: ctx.rank,
+        connection: number,
+        message: 0,
+    };
     let from = Arc::new(Buffer::new(Kind::Malloc, SIZE, 0)?);
     let to = Arc::new(Buffer::new(Kind::Malloc, SIZE, 0)?);
     to.set(0)?;
@@ -125,7 +135,11 @@ fn newest_abi(ctx: &mut Ctx) -> Result<()> {
         let p = Plugin::load(&path, Some(v))?;
         ensure!(p.abi() == v, "asked for version {v}, got {}", p.abi());
         let (a, b) = (p.name(), ctx.plugin.name());
-        ensure!(a == b, "version {v} calls the network {a}, and version {} calls it {b}", ctx.plugin.abi());
+        ensure!(
+            a == b,
+            "version {v} calls the network {a}, and version {} calls it {b}",
+            ctx.plugin.abi()
+        );
     }
     let newest = Plugin::load(&path, None)?;
     ensure!(newest.abi() == 12, "the newest version is {}", newest.abi());

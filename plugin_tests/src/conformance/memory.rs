@@ -29,7 +29,13 @@ fn registrations(ctx: &mut Ctx) -> Result<()> {
     let buffer = ctx.buffer(&link, LEN)?;
     // Sixteen in one page, some that overlap them, and some further off in the allocation.
     let mut ranges: Vec<(usize, usize)> = (0..16).map(|i| (i * 256, 256)).collect();
-    ranges.extend([(0, 4096), (100, 5_000), (4_095, 2), (0, LEN), (65_537, 100_000)]);
+    ranges.extend([
+        (0, 4096),
+        (100, 5_000),
+        (4_095, 2),
+        (0, LEN),
+        (65_537, 100_000),
+    ]);
     ranges.extend((0..8).map(|i| ((1 << 20) + i * 300_001, 300_000)));
     let mut regs: Vec<Option<Registered>> = Vec::new();
     for (offset, len) in &ranges {
@@ -44,7 +50,12 @@ fn registrations(ctx: &mut Ctx) -> Result<()> {
             let Some(reg) = reg else { continue };
             let len = reg.len.min(40_000);
             let at = reg.len - len;
-            let key = Key { seed: 5, rank: 0, connection: link.id, message: number };
+            let key = Key {
+                seed: 5,
+                rank: 0,
+                connection: link.id,
+                message: number,
+            };
             number += 1;
             let what = format!("registration {i} of {:?}", ranges[i]);
             if link.sends() {
@@ -79,10 +90,17 @@ fn registrations(ctx: &mut Ctx) -> Result<()> {
             .map(|(i, r)| {
                 let gone = |s: usize, extra: usize| s <= step && i % 6 == (s + extra) % 6;
                 let any = [2, 3, 5].into_iter().any(|s| gone(s, 0) || gone(s, 1));
-                if any { None } else { r.clone() }
+                if any {
+                    None
+                } else {
+                    r.clone()
+                }
             })
             .collect();
-        ensure!(left.iter().any(Option::is_some), "the case leaves no registration");
+        ensure!(
+            left.iter().any(Option::is_some),
+            "the case leaves no registration"
+        );
         through_all(ctx, &left)?;
     }
     ctx.deregister(regs.into_iter().flatten().collect())?;
@@ -108,7 +126,10 @@ fn reregister(ctx: &mut Ctx) -> Result<()> {
         exchange(ctx, &[stream]).context(|| format!("round {round}"))?;
         same += usize::from(place.load(Ordering::Relaxed) == before);
     }
-    ensure!(same > 0, "no allocation came back at its address: the case has shown nothing");
+    ensure!(
+        same > 0,
+        "no allocation came back at its address: the case has shown nothing"
+    );
     ctx.close(&links)
 }
 
@@ -127,7 +148,10 @@ fn reg_race(ctx: &mut Ctx) -> Result<()> {
         let mover = scope.spawn(|| {
             let streams: Vec<Stream> = links_ref
                 .iter()
-                .map(|l| Stream { slots: 100, ..Stream::new(l, 2_000, &shape) })
+                .map(|l| Stream {
+                    slots: 100,
+                    ..Stream::new(l, 2_000, &shape)
+                })
                 .collect();
             exchange(ctx, &streams)
         });
@@ -148,6 +172,9 @@ fn reg_race(ctx: &mut Ctx) -> Result<()> {
         mover.join().expect("the exchange does not panic")?;
         failure.map_or(Ok(pairs), Err)
     })?;
-    ensure!(pairs >= 20, "only {pairs} registrations while the data flowed: too few to race");
+    ensure!(
+        pairs >= 20,
+        "only {pairs} registrations while the data flowed: too few to race"
+    );
     ctx.close(&links)
 }

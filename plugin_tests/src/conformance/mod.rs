@@ -2,6 +2,7 @@
 //! that all ranks of a run call; it is written once and runs over every ABI version, kind of memory
 //! and transport.
 
+pub mod command;
 mod errors;
 mod flow;
 mod handles;
@@ -67,15 +68,25 @@ impl Case {
     }
 
     const fn without_memory(self) -> Case {
-        Case { memory: false, ..self }
+        Case {
+            memory: false,
+            ..self
+        }
     }
 
     const fn processes_only(self) -> Case {
-        Case { threads: false, ..self }
+        Case {
+            threads: false,
+            ..self
+        }
     }
 
     const fn killing(self, victims: &'static [usize]) -> Case {
-        Case { victims, threads: false, ..self }
+        Case {
+            victims,
+            threads: false,
+            ..self
+        }
     }
 }
 
@@ -142,8 +153,12 @@ pub fn run_case(case: &Case, setup: &Setup) -> (Outcome, Duration) {
         let why = "its ranks must be processes".to_string();
         return (Outcome::Skipped(why), start.elapsed());
     }
-    let mut launch =
-        Launch::new(setup.exe.clone(), setup.plugin.clone(), case.name, case.nranks);
+    let mut launch = Launch::new(
+        setup.exe.clone(),
+        setup.plugin.clone(),
+        case.name,
+        case.nranks,
+    );
     launch.abi = setup.abi;
     launch.layout = setup.layout;
     launch.env = setup.env.clone();
@@ -164,7 +179,10 @@ pub fn run_case(case: &Case, setup: &Setup) -> (Outcome, Duration) {
     launch.nofile = case.nofile;
     launch.victims = case.victims.to_vec();
     launch.timeout = setup.timeout;
-    launch.params.set("send", setup.send.name()).set("recv", setup.recv.name());
+    launch
+        .params
+        .set("send", setup.send.name())
+        .set("recv", setup.recv.name());
     let outcome = match launch.run(&mut |_, _| {}) {
         Ok(()) => Outcome::Passed,
         Err(e) if e.is_skip() => Outcome::Skipped(e.to_string()),

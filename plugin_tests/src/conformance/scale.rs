@@ -19,16 +19,23 @@ fn thousand(ctx: &mut Ctx) -> Result<()> {
     let mut links: Vec<Link> = Vec::new();
     for done in (0..ALL).step_by(STEP) {
         ctx.state(format!("{done} connections are open"));
-        let pairs: Vec<(usize, usize)> =
-            (0..STEP).map(|i| if i % 2 == 0 { (0, 1) } else { (1, 0) }).collect();
-        let new = ctx.connect(&pairs).context(|| format!("with {done} connections open"))?;
+        let pairs: Vec<(usize, usize)> = (0..STEP)
+            .map(|i| if i % 2 == 0 { (0, 1) } else { (1, 0) })
+            .collect();
+        let new = ctx
+            .connect(&pairs)
+            .context(|| format!("with {done} connections open"))?;
         links.extend(new);
     }
     ensure!(links.len() == ALL, "{} of {ALL} connections", links.len());
     let shape = |i: usize| Shape::plain(200 + i % 50);
     let streams: Vec<Stream> = links
         .iter()
-        .map(|l| Stream { window: 32, slots: 32, ..Stream::new(l, 64, &shape) })
+        .map(|l| Stream {
+            window: 32,
+            slots: 32,
+            ..Stream::new(l, 64, &shape)
+        })
         .collect();
     ctx.state("moving data on all connections");
     exchange(ctx, &streams)?;

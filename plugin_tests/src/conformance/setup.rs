@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use vccl::abi::types::{NCCL_PTR_CUDA, NCCL_PTR_HOST, NET_DEVICE_HOST};
 
-use super::util::{accept, close_listen, connect, connect_within, listen, memory, recv, send, wait};
+use super::util::{
+    accept, close_listen, connect, connect_within, listen, memory, recv, send, wait,
+};
 use super::Case;
 use crate::error::{Context, Result};
 use crate::exchange::{exchange, simple, Shape, Stream};
@@ -21,7 +23,8 @@ pub const CASES: &[Case] = &[
     Case::new("accept_first", "setup", 2, accept_first,
         "accept with nobody connecting gives NULL each time, and works once somebody does"),
     Case::new("unused_listeners", "setup", 2, unused_listeners,
-        "listeners that nobody connects to can be closed, and leave no descriptor open"),
+        "listeners that nobody connects to can be closed, and leave no descriptor open")
+    .processes_only(),
     Case::new("many_listeners", "setup", 2, many_listeners,
         "64 listeners at once each accept the one that has their handle"),
     Case::new("shared_handle", "setup", 3, shared_handle,
@@ -31,20 +34,39 @@ pub const CASES: &[Case] = &[
 fn properties(ctx: &mut Ctx) -> Result<()> {
     let net = &ctx.session;
     let n = net.devices()?;
-    ensure!(net.devices()? == n, "devices() gives {n} once and another number later");
+    ensure!(
+        net.devices()? == n,
+        "devices() gives {n} once and another number later"
+    );
     ensure!(!ctx.plugin.name().is_empty(), "the network has no name");
     for dev in 0..n {
         let p = net.properties(dev)?;
         let say = |what: &str| format!("device {dev}: {what}: {p:?}");
         ensure!(!p.name.is_empty(), "{}", say("it has no name"));
-        ensure!(p.ptr_support & NCCL_PTR_HOST != 0, "{}", say("it takes no host memory"));
+        ensure!(
+            p.ptr_support & NCCL_PTR_HOST != 0,
+            "{}",
+            say("it takes no host memory")
+        );
         if ctx.gpu().is_some() {
-            ensure!(p.ptr_support & NCCL_PTR_CUDA != 0, "{}", say("it takes no GPU memory"));
+            ensure!(
+                p.ptr_support & NCCL_PTR_CUDA != 0,
+                "{}",
+                say("it takes no GPU memory")
+            );
         }
         ensure!(p.speed > 0, "{}", say("its speed is not above 0"));
-        ensure!(p.latency >= 0.0 && p.latency < 1e6, "{}", say("its latency makes no sense"));
+        ensure!(
+            p.latency >= 0.0 && p.latency < 1e6,
+            "{}",
+            say("its latency makes no sense")
+        );
         ensure!(p.max_comms > 0, "{}", say("it allows no comms"));
-        ensure!((1..=32).contains(&p.max_recvs), "{}", say("maxRecvs is not in 1..32"));
+        ensure!(
+            (1..=32).contains(&p.max_recvs),
+            "{}",
+            say("maxRecvs is not in 1..32")
+        );
         if let Some(path) = &p.pci_path {
             let exists = std::path::Path::new(path).exists();
             ensure!(exists, "{}", say("its path does not exist"));
@@ -52,7 +74,10 @@ fn properties(ctx: &mut Ctx) -> Result<()> {
         if let Some(t) = p.device_type {
             ensure!(t == NET_DEVICE_HOST, "{}", say("it claims device offload"));
         }
-        for (name, bytes) in [("maxP2pBytes", p.max_p2p_bytes), ("maxCollBytes", p.max_coll_bytes)] {
+        for (name, bytes) in [
+            ("maxP2pBytes", p.max_p2p_bytes),
+            ("maxCollBytes", p.max_coll_bytes),
+        ] {
             if let Some(b) = bytes {
                 let fits = b > 0 && b <= 1 << 40;
                 ensure!(fits, "{}", say(&format!("NCCL refuses {name}={b}")));
@@ -62,7 +87,11 @@ fn properties(ctx: &mut Ctx) -> Result<()> {
             let fits = *count >= 1 && *count as usize <= devs.len();
             ensure!(fits, "{}", say("vProps.ndevs does not fit its array"));
             for d in &devs[..*count as usize] {
-                ensure!((0..n).contains(d), "{}", say("vProps names a device that does not exist"));
+                ensure!(
+                    (0..n).contains(d),
+                    "{}",
+                    say("vProps names a device that does not exist")
+                );
             }
         }
         if let Some(m) = p.max_multi_request {
@@ -83,7 +112,11 @@ fn properties(ctx: &mut Ctx) -> Result<()> {
 }
 
 fn opened(ctx: &mut Ctx, peer: usize, comm: Comm) -> Link {
-    Link { id: ctx.next_connection(), peer, comm }
+    Link {
+        id: ctx.next_connection(),
+        peer,
+        comm,
+    }
 }
 
 fn connect_before_accept(ctx: &mut Ctx) -> Result<()> {
@@ -103,7 +136,10 @@ fn connect_before_accept(ctx: &mut Ctx) -> Result<()> {
             let start = Instant::now();
             let mut comm = connect_within(ctx, &mut handle, Duration::ZERO)?;
             let took = start.elapsed();
-            ensure!(took < CLOSE_LIMIT, "connect with nobody accepting blocked for {took:?}");
+            ensure!(
+                took < CLOSE_LIMIT,
+                "connect with nobody accepting blocked for {took:?}"
+            );
             ctx.oob.send(peer, b"connecting".to_vec())?;
             if comm.is_none() {
                 comm = Some(connect(ctx, &mut handle)?);
@@ -122,11 +158,19 @@ fn accept_first(ctx: &mut Ctx) -> Result<()> {
         let (handle, l) = listen(ctx)?;
         let start = Instant::now();
         for i in 0..1000 {
-            let got = ctx.service(|net| net.accept(l)).context(|| format!("accept number {i}"))?;
-            ensure!(got.is_none(), "accept gave a comm and nobody has the handle");
+            let got = ctx
+                .service(|net| net.accept(l))
+                .context(|| format!("accept number {i}"))?;
+            ensure!(
+                got.is_none(),
+                "accept gave a comm and nobody has the handle"
+            );
         }
         let took = start.elapsed();
-        ensure!(took < Duration::from_secs(5), "1000 accepts took {took:?}: they must not block");
+        ensure!(
+            took < Duration::from_secs(5),
+            "1000 accepts took {took:?}: they must not block"
+        );
         ctx.oob.send(0, handle.0)?;
         let c = accept(ctx, l)?;
         close_listen(ctx, l)?;
@@ -154,7 +198,11 @@ fn unused_listeners(ctx: &mut Ctx) -> Result<()> {
         close_listen(ctx, l)?;
     }
     let after = open_files();
-    ensure!(after <= before, "100 closed listeners left {} descriptors open", after - before);
+    ensure!(
+        after <= before,
+        "100 closed listeners left {} descriptors open",
+        after - before
+    );
     let links = ctx.connect(&[(0, 1)])?;
     simple(ctx, &links, 1, 100, 0)?;
     ctx.close(&links)
@@ -179,8 +227,9 @@ fn many_listeners(ctx: &mut Ctx) -> Result<()> {
             close_listen(ctx, l)?;
         }
     } else {
-        let mut handles: Vec<(usize, Handle)> =
-            (0..LISTENERS).map(|i| Ok((i, ctx.recv_handle(1)?))).collect::<Result<_>>()?;
+        let mut handles: Vec<(usize, Handle)> = (0..LISTENERS)
+            .map(|i| Ok((i, ctx.recv_handle(1)?)))
+            .collect::<Result<_>>()?;
         handles.reverse();
         let dev = ctx.dev;
         let end = Instant::now() + crate::rank::CONNECT_LIMIT;
@@ -198,7 +247,11 @@ fn many_listeners(ctx: &mut Ctx) -> Result<()> {
             links.push(opened(ctx, 1, Comm::Send(c)));
         }
     }
-    ensure!(links.len() == LISTENERS, "{} of {LISTENERS} connections", links.len());
+    ensure!(
+        links.len() == LISTENERS,
+        "{} of {LISTENERS} connections",
+        links.len()
+    );
     // The data's key has the connection's number: a mixed-up pair is a mismatch.
     simple(ctx, &links, 3, 1_000, 3)?;
     ctx.close(&links)
@@ -214,7 +267,11 @@ fn shared_handle(ctx: &mut Ctx) -> Result<()> {
         ctx.oob.send(2, handle.0)?;
         for _ in 0..2 * EACH {
             let c = accept(ctx, l)?;
-            links.push(Link { id: usize::MAX, peer: usize::MAX, comm: Comm::Recv(c) });
+            links.push(Link {
+                id: usize::MAX,
+                peer: usize::MAX,
+                comm: Comm::Recv(c),
+            });
         }
         close_listen(ctx, l)?;
         // Each connector says who it is.
@@ -225,14 +282,20 @@ fn shared_handle(ctx: &mut Ctx) -> Result<()> {
             ensure!(size == 16, "the connector's name has {size} bytes");
             let mut name = [0u8; 16];
             buffer.read(0, &mut name)?;
-            ensure!(name[0] == b'R' && name[1..3].iter().all(|b| *b < 4), "bad name {name:?}");
+            ensure!(
+                name[0] == b'R' && name[1..3].iter().all(|b| *b < 4),
+                "bad name {name:?}"
+            );
             link.peer = name[1] as usize;
             link.id = (link.peer - 1) * EACH + name[2] as usize;
             ctx.deregister(vec![reg])?;
         }
         links.sort_by_key(|l| l.id);
         let ids: Vec<usize> = links.iter().map(|l| l.id).collect();
-        ensure!(ids == (0..2 * EACH).collect::<Vec<_>>(), "the connectors were {ids:?}");
+        ensure!(
+            ids == (0..2 * EACH).collect::<Vec<_>>(),
+            "the connectors were {ids:?}"
+        );
     } else {
         let original = ctx.recv_handle(0)?;
         let mut handles = [original; EACH];
@@ -240,7 +303,10 @@ fn shared_handle(ctx: &mut Ctx) -> Result<()> {
         let dev = ctx.dev;
         let end = Instant::now() + crate::rank::CONNECT_LIMIT;
         while comms.iter().any(Option::is_none) {
-            ensure!(Instant::now() < end, "connectors with one handle did not all connect");
+            ensure!(
+                Instant::now() < end,
+                "connectors with one handle did not all connect"
+            );
             for (h, c) in handles.iter_mut().zip(&mut comms) {
                 if c.is_none() {
                     *c = ctx.service(|net| net.connect(dev, h))?;
@@ -248,7 +314,11 @@ fn shared_handle(ctx: &mut Ctx) -> Result<()> {
             }
         }
         for (i, c) in comms.into_iter().flatten().enumerate() {
-            let link = Link { id: (ctx.rank - 1) * EACH + i, peer: 0, comm: Comm::Send(c) };
+            let link = Link {
+                id: (ctx.rank - 1) * EACH + i,
+                peer: 0,
+                comm: Comm::Send(c),
+            };
             let (buffer, reg) = memory(ctx, &link, 16)?;
             let mut name = [0u8; 16];
             name[..3].copy_from_slice(&[b'R', ctx.rank as u8, i as u8]);

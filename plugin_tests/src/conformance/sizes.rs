@@ -31,26 +31,63 @@ fn sizes(ctx: &mut Ctx) -> Result<()> {
     let all = |sizes: &'static [usize]| {
         move |i: usize| {
             let size = sizes[i % sizes.len()];
-            Shape { size, capacity: size, offset: OFFSETS[(i / sizes.len()) % OFFSETS.len()] }
+            Shape {
+                size,
+                capacity: size,
+                offset: OFFSETS[(i / sizes.len()) % OFFSETS.len()],
+            }
         }
     };
     let shape = all(&SMALL);
-    exchange(ctx, &[Stream::new(link, SMALL.len() * OFFSETS.len(), &shape)])?;
+    exchange(
+        ctx,
+        &[Stream::new(link, SMALL.len() * OFFSETS.len(), &shape)],
+    )?;
     let shape = all(&MIDDLE);
-    exchange(ctx, &[Stream { slots: 8, ..Stream::new(link, 4 * OFFSETS.len(), &shape) }])?;
+    exchange(
+        ctx,
+        &[Stream {
+            slots: 8,
+            ..Stream::new(link, 4 * OFFSETS.len(), &shape)
+        }],
+    )?;
     let shape = all(&BIG);
-    exchange(ctx, &[Stream { slots: 2, window: 2, ..Stream::new(link, 4, &shape) }])?;
+    exchange(
+        ctx,
+        &[Stream {
+            slots: 2,
+            window: 2,
+            ..Stream::new(link, 4, &shape)
+        }],
+    )?;
     ctx.close(&links)
 }
 
 fn send_smaller(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1)])?;
     let shape = |i: usize| {
-        let (size, capacity) =
-            [(0, 1), (0, 4096), (1, 4096), (4095, 4096), (100, M), (M - 1, M), (3, 8)][i % 7];
-        Shape { size, capacity, offset: i % 5 }
+        let (size, capacity) = [
+            (0, 1),
+            (0, 4096),
+            (1, 4096),
+            (4095, 4096),
+            (100, M),
+            (M - 1, M),
+            (3, 8),
+        ][i % 7];
+        Shape {
+            size,
+            capacity,
+            offset: i % 5,
+        }
     };
-    exchange(ctx, &[Stream { slots: 7, ..Stream::new(&links[0], 28, &shape) }])?;
+    exchange(
+        ctx,
+        &[Stream {
+            slots: 7,
+            ..Stream::new(&links[0], 28, &shape)
+        }],
+    )?;
     ctx.close(&links)
 }
 
@@ -58,12 +95,20 @@ fn sizes_1g(ctx: &mut Ctx) -> Result<()> {
     const G: usize = 1 << 30;
     let free = free_memory();
     if free < 5 * G {
-        return Err(Error::skip(format!("5 GiB of free memory are needed, {} MiB are there", free >> 20)));
+        return Err(Error::skip(format!(
+            "5 GiB of free memory are needed, {} MiB are there",
+            free >> 20
+        )));
     }
     let links = ctx.connect(&[(0, 1)])?;
     let link = &links[0];
     let (buffer, reg) = memory(ctx, link, G + 64)?;
-    let key = |part: usize| Key { seed: 9, rank: 0, connection: link.id, message: part };
+    let key = |part: usize| Key {
+        seed: 9,
+        rank: 0,
+        connection: link.id,
+        message: part,
+    };
     // In parts, to need little memory beside the message.
     const PART: usize = 64 * M;
     if link.sends() {
@@ -83,10 +128,16 @@ fn sizes_1g(ctx: &mut Ctx) -> Result<()> {
         }
         let mut edge = [0u8; 5];
         buffer.read(0, &mut edge)?;
-        ensure!(edge == [0x77; 5], "bytes before the message were overwritten");
+        ensure!(
+            edge == [0x77; 5],
+            "bytes before the message were overwritten"
+        );
         let mut edge = [0u8; 59];
         buffer.read(5 + G, &mut edge)?;
-        ensure!(edge == [0x77; 59], "bytes after the message were overwritten");
+        ensure!(
+            edge == [0x77; 59],
+            "bytes after the message were overwritten"
+        );
     }
     ctx.deregister(vec![reg])?;
     ctx.close(&links)

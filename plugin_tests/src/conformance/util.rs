@@ -7,7 +7,9 @@ use vccl::error::ResultCode;
 
 use crate::error::{Context, Error, Result};
 use crate::memory::Buffer;
-use crate::net::{code_name, Comm, Handle, ListenComm, Progress, RecvComm, Registered, Request, SendComm};
+use crate::net::{
+    code_name, Comm, Handle, ListenComm, Progress, RecvComm, Registered, Request, SendComm,
+};
 use crate::pattern::{self, Key};
 use crate::rank::{Ctx, Link, CONNECT_LIMIT};
 use crate::worker::Idle;
@@ -52,9 +54,13 @@ pub fn recv(
     capacity: usize,
     tag: i32,
 ) -> Result<Request> {
-    let Comm::Recv(c) = link.comm else { fail!("connection {} does not receive here", link.id) };
+    let Comm::Recv(c) = link.comm else {
+        fail!("connection {} does not receive here", link.id)
+    };
     let what = format!("connection {}, irecv of {capacity} bytes", link.id);
-    until(ctx, &what, WORK_LIMIT, |io| io.irecv(c, memory, offset, capacity, tag))
+    until(ctx, &what, WORK_LIMIT, |io| {
+        io.irecv(c, memory, offset, capacity, tag)
+    })
 }
 
 /// Posts a send.
@@ -68,7 +74,9 @@ pub fn send(
 ) -> Result<Request> {
     let c = sender(link)?;
     let what = format!("connection {}, isend of {size} bytes", link.id);
-    until(ctx, &what, WORK_LIMIT, |io| io.isend(c, memory, offset, size, tag))
+    until(ctx, &what, WORK_LIMIT, |io| {
+        io.isend(c, memory, offset, size, tag)
+    })
 }
 
 /// The sending object of a link.
@@ -107,7 +115,10 @@ pub fn error_within(
             if let Err(e) = f(io) {
                 return Ok(e);
             }
-            ensure!(Instant::now() < end, "{what} gave no error within {limit:?}");
+            ensure!(
+                Instant::now() < end,
+                "{what} gave no error within {limit:?}"
+            );
             idle.wait();
         }
     })
@@ -117,7 +128,10 @@ pub fn error_within(
 pub fn is_remote(what: &str, e: &Error) -> Result<()> {
     match e.code() {
         Some(ResultCode::REMOTE) => Ok(()),
-        Some(c) => fail!("{what} should give ncclRemoteError and gave {}: {e}", code_name(c)),
+        Some(c) => fail!(
+            "{what} should give ncclRemoteError and gave {}: {e}",
+            code_name(c)
+        ),
         None => Err(e.clone().context(what)),
     }
 }
@@ -220,7 +234,9 @@ pub fn listen(ctx: &Ctx) -> Result<(Handle, ListenComm)> {
 
 /// Closes a listener, in time.
 pub fn close_listen(ctx: &Ctx, listener: ListenComm) -> Result<()> {
-    ctx.bounded("closeListen", crate::rank::CLOSE_LIMIT, |net| net.close_listen(listener))?
+    ctx.bounded("closeListen", crate::rank::CLOSE_LIMIT, |net| {
+        net.close_listen(listener)
+    })?
 }
 
 /// Writes a message's data into memory.
@@ -236,7 +252,11 @@ pub fn verify(buffer: &Buffer, offset: usize, len: usize, key: Key) -> Result<()
     buffer.read(offset, &mut bytes)?;
     match pattern::check(key, &bytes) {
         None => Ok(()),
-        Some(m) => fail!("connection {}, message {}: {m}", key.connection, key.message),
+        Some(m) => fail!(
+            "connection {}, message {}: {m}",
+            key.connection,
+            key.message
+        ),
     }
 }
 

@@ -174,7 +174,7 @@ impl Plugin {
         // SAFETY: running the library's constructors is what loading a plugin means; NCCL does the
         // same with the same flags.
         let library = unsafe { Library::open(Some(path.as_os_str()), RTLD_NOW | RTLD_LOCAL) }
-            .map_err(|e| Error::new(format!("cannot load {}: {e}", path.display())))?;
+            .map_err(|e| Error::new(format!("cannot load {}: {}", path.display(), why(&e))))?;
         let library = Arc::new(library);
         let wanted: &[u32] = match &abi {
             Some(v) => std::slice::from_ref(v),
@@ -182,7 +182,10 @@ impl Plugin {
         };
         for v in wanted {
             if let Some(table) = table::find(&library, *v) {
-                return Ok(Plugin { table, inits: Arc::default() });
+                return Ok(Plugin {
+                    table,
+                    inits: Arc::default(),
+                });
             }
         }
         match abi {
@@ -238,7 +241,10 @@ impl Plugin {
             }
             *inits += 1;
         }
-        Ok(Session { plugin: self.clone(), ctx: ctx as usize })
+        Ok(Session {
+            plugin: self.clone(),
+            ctx: ctx as usize,
+        })
     }
 }
 
@@ -247,6 +253,17 @@ impl Plugin {
 pub struct Session {
     plugin: Plugin,
     ctx: usize,
+}
+
+/// An error with its causes: what the loader said is the cause of libloading's own text.
+pub(crate) fn why(e: &dyn std::error::Error) -> String {
+    let mut text = e.to_string();
+    let mut cause = e.source();
+    while let Some(c) = cause {
+        text.push_str(&format!(": {c}"));
+        cause = c.source();
+    }
+    text
 }
 
 fn check(rc: c_int, call: &str, mark: usize) -> Result<()> {
@@ -305,7 +322,9 @@ impl Session {
         let (rc, props) = self.table().properties(dev);
         check(rc, "getProperties", mark)?;
         props.map_err(|field| {
-            Error::new(format!("getProperties({dev}) returned success and left {field} unset"))
+            Error::new(format!(
+                "getProperties({dev}) returned success and left {field} unset"
+            ))
         })
     }
 
@@ -316,7 +335,8 @@ impl Session {
         let mark = logs::mark();
         // SAFETY: `handle` has the 128 bytes that the interface promises, `comm` is a pointer.
         let rc = unsafe {
-            self.table().listen(self.ctx(), dev, handle.0.as_mut_ptr().cast(), &mut comm)
+            self.table()
+                .listen(self.ctx(), dev, handle.0.as_mut_ptr().cast(), &mut comm)
         };
         check(rc, "listen", mark)?;
         ensure!(!comm.is_null(), "listen returned success and a NULL comm");
@@ -329,7 +349,8 @@ impl Session {
         let mark = logs::mark();
         // SAFETY: `handle` has the 128 bytes that the interface promises, `comm` is a pointer.
         let rc = unsafe {
-            self.table().connect(self.ctx(), dev, handle.0.as_mut_ptr().cast(), &mut comm)
+            self.table()
+                .connect(self.ctx(), dev, handle.0.as_mut_ptr().cast(), &mut comm)
         };
         check(rc, "connect", mark)?;
         Ok((!comm.is_null()).then_some(SendComm(comm as usize)))
@@ -353,13 +374,23 @@ impl Session {
         offset: usize,
         len: usize,
     ) -> Result<Registered> {
-        assert!(offset + len <= buffer.len(), "a case registers more than it has");
-        let kind = if buffer.kind().is_device() { NCCL_PTR_CUDA } else { NCCL_PTR_HOST };
+        assert!(
+            offset + len <= buffer.len(),
+            "a case registers more than it has"
+        );
+        let kind = if buffer.kind().is_device() {
+            NCCL_PTR_CUDA
+        } else {
+            NCCL_PTR_HOST
+        };
         let data = (buffer.address() + offset) as *mut c_void;
         let mut mhandle: *mut c_void = std::ptr::null_mut();
         let mark = logs::mark();
         // SAFETY: the memory exists and `Registered` keeps it alive; the comm is open.
-        let rc = unsafe { self.table().reg_mr(comm.ptr(), data, len, kind, &mut mhandle) };
+        let rc = unsafe {
+            self.table()
+                .reg_mr(comm.ptr(), data, len, kind, &mut mhandle)
+        };
         check(rc, "regMr", mark)
             .map_err(|e| e.context(format!("{} of {len} bytes", buffer.kind().name())))?;
         Ok(Registered {
@@ -375,8 +406,10 @@ impl Session {
     pub fn dereg_mr(&self, registered: Registered) -> Result<()> {
         let mark = logs::mark();
         // SAFETY: the handle came from `reg_mr` on the same comm and is given up here.
-        let rc =
-            unsafe { self.table().dereg_mr(registered.comm.ptr(), registered.mhandle.ptr()) };
+        let rc = unsafe {
+            self.table()
+                .dereg_mr(registered.comm.ptr(), registered.mhandle.ptr())
+        };
         check(rc, "deregMr", mark)
     }
 
@@ -386,11 +419,19 @@ impl Session {
         match comm {
             Comm::Send(c) => {
                 // SAFETY: the comm came from `connect`; the case uses it no more.
-                check(unsafe { self.table().close_send(c.ptr()) }, "closeSend", mark)
+                check(
+                    unsafe { self.table().close_send(c.ptr()) },
+                    "closeSend",
+                    mark,
+                )
             }
             Comm::Recv(c) => {
                 // SAFETY: the comm came from `accept`; the case uses it no more.
-                check(unsafe { self.table().close_recv(c.ptr()) }, "closeRecv", mark)
+                check(
+                    unsafe { self.table().close_recv(c.ptr()) },
+                    "closeRecv",
+                    mark,
+                )
             }
         }
     }
@@ -399,7 +440,11 @@ impl Session {
     pub fn close_listen(&self, listener: ListenComm) -> Result<()> {
         let mark = logs::mark();
         // SAFETY: the listener came from `listen`; the case uses it no more.
-        check(unsafe { self.table().close_listen(listener.ptr()) }, "closeListen", mark)
+        check(
+            unsafe { self.table().close_listen(listener.ptr()) },
+            "closeListen",
+            mark,
+        )
     }
 
     /// Calls `finalize` where the version has it.
@@ -408,7 +453,11 @@ impl Session {
         *inits = inits.saturating_sub(1);
         let mark = logs::mark();
         // SAFETY: `ctx` came from `init`, and the session is given up here.
-        check(unsafe { self.table().finalize(self.ctx()) }, "finalize", mark)
+        check(
+            unsafe { self.table().finalize(self.ctx()) },
+            "finalize",
+            mark,
+        )
     }
 }
 
@@ -458,10 +507,20 @@ impl Progress {
         let mark = logs::mark();
         // SAFETY: the comm is open, and the registered memory lives longer than the request.
         let rc = self.on_path(|t| unsafe {
-            t.isend(comm.ptr(), data, size, tag, memory.mhandle.ptr(), &mut request)
+            t.isend(
+                comm.ptr(),
+                data,
+                size,
+                tag,
+                memory.mhandle.ptr(),
+                &mut request,
+            )
         });
         check(rc, "isend", mark)?;
-        ensure!(request as usize != STALE, "isend returned success and did not write *request");
+        ensure!(
+            request as usize != STALE,
+            "isend returned success and did not write *request"
+        );
         Ok((!request.is_null()).then_some(Request(request as usize)))
     }
 
@@ -474,7 +533,16 @@ impl Progress {
         capacity: usize,
         tag: i32,
     ) -> Result<Option<Request>> {
-        self.irecv_group(comm, &[RecvPart { memory, offset, capacity, tag }], false)
+        self.irecv_group(
+            comm,
+            &[RecvPart {
+                memory,
+                offset,
+                capacity,
+                tag,
+            }],
+            false,
+        )
     }
 
     /// Starts grouped receives. With `optional`, tells the plugin (from version 9 on) that nobody
@@ -485,8 +553,10 @@ impl Progress {
         parts: &[RecvPart],
         optional: bool,
     ) -> Result<Option<Request>> {
-        let mut data: Vec<*mut c_void> =
-            parts.iter().map(|p| p.memory.at(p.offset, p.capacity)).collect();
+        let mut data: Vec<*mut c_void> = parts
+            .iter()
+            .map(|p| p.memory.at(p.offset, p.capacity))
+            .collect();
         let mut sizes: Vec<usize> = parts.iter().map(|p| p.capacity).collect();
         let mut tags: Vec<c_int> = parts.iter().map(|p| p.tag).collect();
         let mut mhandles: Vec<*mut c_void> = parts.iter().map(|p| p.memory.mhandle.ptr()).collect();
@@ -497,7 +567,14 @@ impl Progress {
         // SAFETY: the comm is open, the arrays have one entry for each part, and the registered
         // memory lives longer than the request.
         let rc = self.on_path(|t| unsafe {
-            t.irecv(comm.ptr(), &mut data, &mut sizes, &mut tags, &mut mhandles, &mut request)
+            t.irecv(
+                comm.ptr(),
+                &mut data,
+                &mut sizes,
+                &mut tags,
+                &mut mhandles,
+                &mut request,
+            )
         });
         check(rc, "irecv", mark)?;
         ensure!(
@@ -522,7 +599,13 @@ impl Progress {
         let mark = logs::mark();
         // SAFETY: as for `irecv_group`, with arrays of one entry.
         let rc = self.on_path(|t| unsafe {
-            t.iflush(comm.ptr(), &mut data, &mut sizes, &mut mhandles, &mut request)
+            t.iflush(
+                comm.ptr(),
+                &mut data,
+                &mut sizes,
+                &mut mhandles,
+                &mut request,
+            )
         });
         check(rc, "iflush", mark)?;
         Ok((!request.is_null()).then_some(Request(request as usize)))
@@ -533,8 +616,7 @@ impl Progress {
         let mut done: c_int = 0x5a5a;
         let mark = logs::mark();
         // SAFETY: the request is not done yet; `sizes` has one entry for each part.
-        let rc =
-            self.on_path(|t| unsafe { t.test(request.ptr(), &mut done, sizes.as_mut_ptr()) });
+        let rc = self.on_path(|t| unsafe { t.test(request.ptr(), &mut done, sizes.as_mut_ptr()) });
         check(rc, "test", mark)?;
         match done {
             0 => Ok(false),
@@ -547,7 +629,9 @@ impl Progress {
     pub fn test(&self, request: Request) -> Result<Option<usize>> {
         // NCCL passes room for every part that a request can have, whatever it asked for.
         let mut sizes: [c_int; MAX_REQUESTS] = [0; MAX_REQUESTS];
-        Ok(self.test_sizes(request, &mut sizes)?.then_some(sizes[0] as usize))
+        Ok(self
+            .test_sizes(request, &mut sizes)?
+            .then_some(sizes[0] as usize))
     }
 
     /// Like [`Progress::test`], but with no place for sizes, as NCCL calls it after a flush.
@@ -555,9 +639,8 @@ impl Progress {
         let mut done: c_int = 0x5a5a;
         let mark = logs::mark();
         // SAFETY: the request is not done yet; the interface allows a NULL `sizes`.
-        let rc = self.on_path(|t| unsafe {
-            t.test(request.ptr(), &mut done, std::ptr::null_mut())
-        });
+        let rc =
+            self.on_path(|t| unsafe { t.test(request.ptr(), &mut done, std::ptr::null_mut()) });
         check(rc, "test", mark)?;
         Ok(done == 1)
     }

@@ -119,7 +119,9 @@ fn text(field: &'static str, p: *mut c_char) -> Result<Option<String>, &'static 
     }
     // SAFETY: the plugin wrote the pointer, and the interface says that it is a C string that
     // lives as long as the plugin.
-    Ok(Some(unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()))
+    Ok(Some(
+        unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned(),
+    ))
 }
 
 /// A profiler callback that records nothing.
@@ -392,7 +394,10 @@ macro_rules! more9 {
         }
         $out.max_p2p_bytes = Some($p.max_p2p_bytes);
         $out.max_coll_bytes = Some($p.max_coll_bytes);
-        $out.v_devices = Some((written("vProps", $p.v_props.ndevs)?, $p.v_props.devs.to_vec()));
+        $out.v_devices = Some((
+            written("vProps", $p.v_props.ndevs)?,
+            $p.v_props.devs.to_vec(),
+        ));
     };
 }
 
@@ -489,7 +494,10 @@ fn symbol<T>(library: &Library, v: u32) -> Option<*const T> {
 pub fn find(library: &Arc<Library>, v: u32) -> Option<Arc<dyn Table>> {
     macro_rules! table {
         ($name:ident) => {
-            Arc::new($name { table: symbol(library, v)?, _library: library.clone() })
+            Arc::new($name {
+                table: symbol(library, v)?,
+                _library: library.clone(),
+            })
         };
     }
     Some(match v {

@@ -10,6 +10,7 @@ use super::steps::{reached, Shared};
 use crate::config::{self, ContextKind};
 use crate::cuda::{driver, Context, DevicePtr, Driver, Stream};
 use crate::error::{Error, Result, ResultCode};
+use crate::telemetry;
 
 /// A context of one GPU.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +19,8 @@ pub struct Gpu {
     pub driver: &'static Driver,
     /// The context in which the copies are issued.
     pub context: Context,
+    /// The application's context, for questions about its memory.
+    pub home: Context,
     /// The device's ordinal in this process.
     pub ordinal: i32,
     /// The device, whatever the process.
@@ -65,14 +68,24 @@ impl Gpu {
         }
     }
 
-    fn with(driver: &'static Driver, context: Context, ordinal: i32) -> Result<Gpu> {
+    fn with(driver: &'static Driver, home: Context, ordinal: i32) -> Result<Gpu> {
         let context = match config::current().cuda_context {
-            ContextKind::Primary => context,
-            ContextKind::Private => private_context(driver, ordinal)?,
+            ContextKind::Primary => home,
+            ContextKind::Private => private_context(driver, ordinal).unwrap_or_else(|e| {
+                telemetry::warn_once(&telemetry::NO_CONTEXT, || {
+                    format!(
+                        "no context of our own on GPU {ordinal} ({e}): copies are issued in the \
+                         application's, where calls of its that wait for kernels (cudaFree, loading a \
+                         module) hold them up, and can hang the job"
+                    )
+                });
+                home
+            }),
         };
         Ok(Gpu {
             driver,
             context,
+            home,
             ordinal,
             uuid: driver.device_uuid(ordinal)?,
         })

@@ -550,7 +550,7 @@ impl RecvConnection {
         let control = &*self.control;
         let gpu = Gpu::of_device(ordinal)?;
         // The driver answers only for memory that the current context can reach.
-        let _entered = gpu.driver.enter(gpu.context)?;
+        let _entered = gpu.driver.enter(gpu.home)?;
         let found = Exportable::find(addr, len)?;
         // Held until the region is announced: see `Exports::withdraw`.
         let mut exports = lock(&control.link.exports);

@@ -13,6 +13,7 @@ use super::ring::Filler;
 use super::shm::Shm;
 use super::steps::{reached, side, slot, status, Chunk, Claims, Shared, DEVICE_CHUNKS, RING};
 use super::wire::{Message, Target};
+use crate::config;
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::telemetry::{self, Path};
@@ -53,6 +54,8 @@ struct Request {
     memory: Memory,
     filled: u64,
     last_fill: u32,
+    /// When the copy had been enqueued, if stages are measured.
+    enqueued: Option<Instant>,
 }
 
 const NO_REQUEST: Request = Request {
@@ -63,6 +66,7 @@ const NO_REQUEST: Request = Request {
     memory: Memory::Host,
     filled: 0,
     last_fill: 0,
+    enqueued: None,
 };
 
 /// Requests in the order in which they go through a ring.
@@ -104,6 +108,8 @@ struct SendState {
     host_queue: Queue,
     device: Filler,
     device_queue: Queue,
+    /// When isend first found no receive, if stages are measured.
+    waiting: Option<Instant>,
 }
 
 /// Whether the receiver drains the host ring into its GPU.
@@ -156,6 +162,7 @@ impl SendControl {
                 host_queue: Queue::EMPTY,
                 device: Filler::default(),
                 device_queue: Queue::EMPTY,
+                waiting: None,
             }),
             regions: Regions::default(),
             exports: Mutex::default(),
@@ -547,7 +554,7 @@ impl SendConnection {
     pub fn new(control: Arc<SendControl>) -> SendConnection {
         SendConnection {
             control,
-            counters: telemetry::Connection::default(),
+            counters: telemetry::Connection::new(config::current().timing),
             closed: false,
         }
     }
@@ -607,7 +614,11 @@ impl SendEnd for SendConnection {
         };
         let st = &mut *st;
         let shared = control.shared();
+        let timing = self.counters.timing.as_deref();
         let Some((seq, p)) = st.claims.find(shared, tag) else {
+            if timing.is_some() {
+                st.waiting.get_or_insert_with(Instant::now);
+            }
             return control.trouble().map(|()| false);
         };
         if len > p.capacity {
@@ -626,6 +637,7 @@ impl SendEnd for SendConnection {
             memory: region.memory,
             filled: 0,
             last_fill: 0,
+            enqueued: None,
         };
         if len == 0 {
             st.claims.take(seq);
@@ -656,6 +668,11 @@ impl SendEnd for SendConnection {
                 let Some(engine) = control.engine.get() else {
                     return Err(control.fail(Error::internal("a mapped region without a GPU")));
                 };
+                let begun = timing.map(|t| {
+                    t.descriptor
+                        .since(st.waiting.take().unwrap_or_else(Instant::now));
+                    Instant::now()
+                });
                 shared.set_outcome(seq, len, status::OK);
                 st.claims.take(seq);
                 fence(Ordering::Release);
@@ -673,8 +690,13 @@ impl SendEnd for SendConnection {
                     )
                 }
                 .map_err(|e| control.fail(e))?;
+                let enqueued = timing.zip(begun).map(|(t, begun)| {
+                    t.enqueue.since(begun);
+                    Instant::now()
+                });
                 st.requests[index] = Request {
                     state: State::Pushed,
+                    enqueued,
                     ..request
                 };
                 self.counters.count(Path::Push, len);
@@ -760,7 +782,7 @@ impl End for SendConnection {
                     "{}: copies out of {} are still in flight after {} ms, as its registration ends",
                     control.describe(),
                     region.memory,
-                    crate::config::current().close_timeout_ms
+                    config::current().close_timeout_ms
                 );
             }
         }
@@ -800,6 +822,9 @@ impl End for SendConnection {
             }
         };
         if over {
+            if let (Some(t), Some(enqueued)) = (&self.counters.timing, r.enqueued) {
+                t.completion.since(enqueued);
+            }
             return Ok(Some(r.len as usize));
         }
         control.trouble().map(|()| None)
@@ -840,7 +865,7 @@ impl End for SendConnection {
             log::warn!(
                 "{}: closed while copies are still in flight after {} ms; what they use stays mapped",
                 control.describe(),
-                crate::config::current().close_timeout_ms
+                config::current().close_timeout_ms
             );
             // The stream may yet write to the shared memory: never unmap it.
             std::mem::forget(control.clone());

@@ -1,0 +1,420 @@
+//! What each rank does: connects, moves data, measures, checks, reports.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use clap::ValueEnum;
+use plugin_tests::error::{Error, Result};
+use plugin_tests::flow::{stalled, Flow, Message, STALL_LIMIT};
+use plugin_tests::memory::{Buffer, Kind};
+use plugin_tests::net::{Progress, Registered, MAX_REQUESTS};
+use plugin_tests::params::Params;
+use plugin_tests::pattern::{self, Key};
+use plugin_tests::rank::{Ctx, Link};
+use plugin_tests::worker::Idle;
+
+use super::plan::{self, Part};
+use super::sizes::{Sizes, ELEMENT};
+use super::Op;
+
+/// One connection, with the memory registered on it.
+struct Channel {
+    link: Link,
+    pair: (usize, usize),
+    number: usize,
+    memory: Registered,
+}
+
+struct Bench {
+    op: Op,
+    steps: usize,
+    channels: usize,
+    pingpong: bool,
+    yields: bool,
+}
+
+/// The entry of a rank.
+pub fn run(ctx: &mut Ctx) -> Result<()> {
+    let p = ctx.params.clone();
+    let op = Op::from_str(&p.get::<String>("op")?, true).map_err(Error::new)?;
+    let bytes = Some(p.get::<u64>("bytes")?).filter(|b| *b > 0);
+    let sizes =
+        Sizes::new(p.get("min")?, p.get("max")?, p.get("factor")?, bytes).map_err(Error::new)?;
+    let kind = Kind::parse(&p.get::<String>("memory")?)?;
+    let (iters, warmup): (usize, usize) = (p.get("iters")?, p.get("warmup")?);
+    let check = p.get::<u8>("check")? == 1;
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let bench = Bench {
+        op,
+        steps: p.get("steps")?,
+        channels: p.get("channels")?,
+        pingpong: p.get::<u8>("pingpong")? == 1,
+        yields: ctx.nranks + 1 > cores,
+    };
+
+    let most = sizes.list().iter().copied().max().unwrap_or(ELEMENT) as usize;
+    let (send_len, recv_len) = plan::buffers(op, most, ctx.nranks);
+    let send = Arc::new(Buffer::new(kind, send_len.max(ELEMENT as usize), ctx.gpu)?);
+    let recv = Arc::new(Buffer::new(kind, recv_len.max(ELEMENT as usize), ctx.gpu)?);
+    send.set(1)?;
+    recv.set(2)?;
+    // One stream of memcpy, to set the results in host memory against.
+    let memcpy = match (ctx.rank, kind.is_device()) {
+        (0, false) => {
+            let b = Buffer::new(kind, send.len(), 0)?;
+            b.set(3)?;
+            Some(b)
+        }
+        _ => None,
+    };
+
+    let pairs = plan::pairs(op, ctx.nranks, bench.channels, bench.pingpong);
+    let mut numbers = HashMap::new();
+    let mut mine = Vec::new();
+    for pair in &pairs {
+        let n = numbers.entry(*pair).or_insert(0usize);
+        if pair.0 == ctx.rank || pair.1 == ctx.rank {
+            mine.push((*pair, *n));
+        }
+        *n += 1;
+    }
+    let links = ctx.connect(&pairs)?;
+    let mut channels = Vec::new();
+    for (link, (pair, number)) in links.iter().zip(mine) {
+        let buffer = if link.sends() { &send } else { &recv };
+        channels.push(Channel {
+            link: *link,
+            pair,
+            number,
+            memory: ctx.register(link, buffer)?,
+        });
+    }
+
+    for (index, size) in sizes.list().iter().enumerate() {
+        let size = *size as usize;
+        ctx.state(format!("{size} bytes"));
+        let mut out = Params::new();
+        out.set("index", index).set("size", size);
+        let mut copies = Vec::new();
+        copies.extend(copy_rate(ctx, &send, memcpy.as_ref(), size)?);
+        ctx.oob.barrier()?;
+        let seconds = if bench.pingpong {
+            ctx.progress(|io| pingpong(io, &channels, size, warmup, iters, &bench))?
+        } else {
+            let nranks = ctx.nranks;
+            ctx.progress(|io| iterate(io, &channels, size, nranks, warmup, iters, &bench))?
+        };
+        copies.extend(copy_rate(ctx, &send, memcpy.as_ref(), size)?);
+        out.set("seconds", seconds);
+        if !copies.is_empty() {
+            out.set("memcpy", copies.iter().sum::<f64>() / copies.len() as f64);
+        }
+        if check {
+            out.set(
+                "wrong",
+                verify(ctx, &channels, (&send, &recv), size, index, &bench)?,
+            );
+        }
+        if index == 0 {
+            out.set("abi", ctx.plugin.abi())
+                .set("network", ctx.plugin.name());
+        }
+        ctx.oob.up(out.encode())?;
+    }
+
+    ctx.oob.barrier()?;
+    let (regs, links): (Vec<_>, Vec<_>) = channels.into_iter().map(|c| (c.memory, c.link)).unzip();
+    ctx.deregister(regs)?;
+    ctx.close(&links)
+}
+
+/// GB/s of one thread's memcpy of `size` bytes, on rank 0, while the others wait.
+fn copy_rate(ctx: &Ctx, from: &Buffer, to: Option<&Buffer>, size: usize) -> Result<Option<f64>> {
+    ctx.oob.barrier()?;
+    let Some(to) = to else {
+        ctx.oob.barrier()?;
+        return Ok(None);
+    };
+    let size = size.min(from.len()).min(to.len());
+    let (source, target) = (from.address() as *const u8, to.address() as *mut u8);
+    let copy = || {
+        // SAFETY: both are host buffers of at least `size` bytes that this thread alone uses now.
+        unsafe { std::ptr::copy_nonoverlapping(source, std::hint::black_box(target), size) };
+    };
+    copy();
+    let start = Instant::now();
+    let mut rounds = 0u32;
+    while rounds < 3 || start.elapsed().as_micros() < 1_000 {
+        for _ in 0..if size < 65_536 { 64 } else { 1 } {
+            copy();
+            rounds += 1;
+        }
+    }
+    let rate = size as f64 * f64::from(rounds) / start.elapsed().as_secs_f64() / 1e9;
+    ctx.oob.barrier()?;
+    Ok(Some(rate))
+}
+
+fn parts_of(c: &Channel, size: usize, nranks: usize, bench: &Bench) -> Vec<Part> {
+    plan::messages(bench.op, size, nranks, c.pair, (c.number, bench.channels))
+}
+
+/// Runs iterations, `steps` at most in flight, and returns the seconds of one that was timed.
+fn iterate(
+    io: &Progress,
+    channels: &[Channel],
+    size: usize,
+    nranks: usize,
+    warmup: usize,
+    iters: usize,
+    bench: &Bench,
+) -> Result<f64> {
+    let mut flows: Vec<(Flow, usize)> = Vec::new();
+    for c in channels {
+        let parts = parts_of(c, size, nranks, bench);
+        let per_iteration = parts.len();
+        if per_iteration == 0 {
+            continue;
+        }
+        let sends = c.link.sends();
+        let flow = Flow::new(
+            format!(
+                "connection {} of rank {} to rank {}",
+                c.link.id, c.pair.0, c.pair.1
+            ),
+            c.link.comm,
+            0,
+            (bench.steps * per_iteration).min(MAX_REQUESTS),
+            move |i| {
+                let part = parts[i % parts.len()];
+                Message {
+                    memory: &c.memory,
+                    offset: if sends { part.from } else { part.to },
+                    size: part.len,
+                    tag: c.number as i32,
+                }
+            },
+            |_, _| Ok(()),
+        );
+        let device = c.memory.buffer.kind().is_device();
+        flows.push((flow.with_flush(!sends && device), per_iteration));
+    }
+    if flows.is_empty() {
+        return Ok(0.0);
+    }
+    let total = warmup + iters;
+    let mut granted = 0;
+    let mut start = Instant::now();
+    let mut timing = warmup == 0;
+    let mut idle = Idle::eager(bench.yields);
+    let mut quiet_since = None;
+    loop {
+        let done = flows
+            .iter()
+            .map(|(f, m)| f.done() / m)
+            .min()
+            .unwrap_or(total);
+        if !timing && done >= warmup {
+            start = Instant::now();
+            timing = true;
+        }
+        if done >= total {
+            return Ok(start.elapsed().as_secs_f64() / iters as f64);
+        }
+        // With one step, the warm-up ends before the first timed iteration begins.
+        let mut target = (done + bench.steps).min(total);
+        if !timing {
+            target = target.min(warmup);
+        }
+        if target > granted {
+            for (f, m) in &mut flows {
+                f.extend((target - granted) * *m);
+            }
+            granted = target;
+        }
+        let mut moved = false;
+        for (f, _) in flows.iter_mut().filter(|(f, _)| !f.finished()) {
+            moved |= f.poll(io)?;
+        }
+        if moved {
+            idle.reset();
+            quiet_since = None;
+        } else {
+            idle.wait();
+            let since = *quiet_since.get_or_insert_with(Instant::now);
+            if since.elapsed() > STALL_LIMIT {
+                let open: Vec<Flow> = flows.into_iter().map(|(f, _)| f).collect();
+                return Err(stalled(&open));
+            }
+        }
+    }
+}
+
+/// Sends a message to and fro and returns the seconds of one way.
+fn pingpong(
+    io: &Progress,
+    channels: &[Channel],
+    size: usize,
+    warmup: usize,
+    iters: usize,
+    bench: &Bench,
+) -> Result<f64> {
+    let first = channels
+        .first()
+        .ok_or_else(|| Error::new("no connection"))?;
+    // Only the first channel: latency is one message's.
+    let one = |sends: bool| {
+        channels
+            .iter()
+            .find(|c| c.link.sends() == sends && c.number == 0)
+            .ok_or_else(|| Error::new("a direction has no connection"))
+    };
+    let (out, inn) = (one(true)?, one(false)?);
+    let begins = first.pair.0 == 0 && out.pair.0 == 0;
+    let flow = |c: &Channel| {
+        let memory = c.memory.clone();
+        (c.link.comm, memory, format!("connection {}", c.link.id))
+    };
+    let ((out_comm, out_memory, out_name), (in_comm, in_memory, in_name)) = (flow(out), flow(inn));
+    let make = |name: &str, comm, memory| {
+        Flow::new(
+            name.to_string(),
+            comm,
+            0,
+            1,
+            move |_| Message {
+                memory,
+                offset: 0,
+                size: size.min(plugin_tests::net::MAX_MESSAGE),
+                tag: 0,
+            },
+            |_, _| Ok(()),
+        )
+    };
+    let mut sends = make(&out_name, out_comm, &out_memory);
+    let device = in_memory.buffer.kind().is_device();
+    let mut receives = make(&in_name, in_comm, &in_memory).with_flush(device);
+    let mut start = Instant::now();
+    for round in 0..warmup + iters {
+        if round == warmup {
+            start = Instant::now();
+        }
+        receives.extend(1);
+        if begins {
+            sends.extend(1);
+        }
+        let mut answered = begins;
+        let mut idle = Idle::eager(bench.yields);
+        let began = Instant::now();
+        loop {
+            let mut moved = false;
+            if !receives.finished() {
+                moved |= receives.poll(io)?;
+            }
+            if receives.finished() && !answered {
+                sends.extend(1);
+                answered = true;
+            }
+            if !sends.finished() {
+                moved |= sends.poll(io)?;
+            }
+            if answered && receives.finished() && sends.finished() {
+                break;
+            }
+            if moved {
+                idle.reset();
+            } else {
+                idle.wait();
+                if began.elapsed() > STALL_LIMIT {
+                    return Err(stalled(&[sends, receives]));
+                }
+            }
+        }
+    }
+    Ok(start.elapsed().as_secs_f64() / iters as f64 / 2.0)
+}
+
+/// Bytes that are made and checked at a time.
+const PIECE: usize = 8 << 20;
+
+/// One more iteration, with data that says where it belongs; returns how many elements are wrong.
+fn verify(
+    ctx: &Ctx,
+    channels: &[Channel],
+    (send, recv): (&Buffer, &Buffer),
+    size: usize,
+    index: usize,
+    bench: &Bench,
+) -> Result<usize> {
+    let n = ctx.nranks;
+    let chunk = plan::chunk(bench.op, size, n);
+    // Who sends what to whom: in an allgather everybody gets the same.
+    let key = |from: usize, to: usize| Key {
+        seed: 1 + index as u64,
+        rank: from,
+        connection: if bench.op == Op::Allgather { 0 } else { to },
+        message: 0,
+    };
+    let me = ctx.rank;
+    let sources: Vec<(usize, usize)> = match bench.op {
+        Op::Sendrecv => vec![(0, (me + 1) % n)],
+        Op::Alltoall => (0..n)
+            .filter(|r| *r != me)
+            .map(|r| (r * chunk, r))
+            .collect(),
+        Op::Allgather => vec![(0, me)],
+    };
+    for (at, to) in sources {
+        pieces(chunk, |from, len| {
+            let mut bytes = vec![0u8; len];
+            pattern::fill_from(key(me, to), from, &mut bytes);
+            send.write(at + from, &bytes)
+        })?;
+    }
+    // Whatever of the last size is still in the receive buffer must not pass for this one's.
+    pieces(plan::buffers(bench.op, size, n).1, |from, len| {
+        recv.write(from, &vec![0x5a; len])
+    })?;
+    if bench.pingpong {
+        ctx.progress(|io| pingpong(io, channels, size, 0, 1, bench))?;
+    } else {
+        ctx.progress(|io| iterate(io, channels, size, n, 0, 1, bench))?;
+    }
+    let targets: Vec<(usize, usize)> = match bench.op {
+        Op::Sendrecv => vec![(0, (me + n - 1) % n)],
+        _ => (0..n)
+            .filter(|r| *r != me)
+            .map(|r| (r * chunk, r))
+            .collect(),
+    };
+    let mut wrong = 0;
+    for (at, from_rank) in targets {
+        pieces(chunk, |from, len| {
+            let mut bytes = vec![0u8; len];
+            recv.read(at + from, &mut bytes)?;
+            if pattern::check_from(key(from_rank, me), from, &bytes).is_some() {
+                let mut want = vec![0u8; len];
+                pattern::fill_from(key(from_rank, me), from, &mut want);
+                let e = ELEMENT as usize;
+                wrong += bytes
+                    .chunks(e)
+                    .zip(want.chunks(e))
+                    .filter(|(a, b)| a != b)
+                    .count();
+            }
+            Ok(())
+        })?;
+    }
+    Ok(wrong)
+}
+
+fn pieces(total: usize, mut f: impl FnMut(usize, usize) -> Result<()>) -> Result<()> {
+    let mut at = 0;
+    while at < total {
+        let len = PIECE.min(total - at);
+        f(at, len)?;
+        at += len;
+    }
+    Ok(())
+}

@@ -1,0 +1,225 @@
+//! The conformance suite over the plugin that `ci/build` made: one test for each group of cases and
+//! ABI version in host memory, and for each kind of memory on the CUDA double.
+//!
+//! `VCCL_PLUGIN` and `VCCL_CUDA_DOUBLE` name another plugin and another double.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use plugin_tests::conformance::{cases, run_case, Outcome, Setup};
+use plugin_tests::launch::Layout;
+use plugin_tests::memory::Kind;
+
+/// A file that `ci/build` makes, or that a variable names.
+fn built(variable: &str, path: &str) -> PathBuf {
+    let file = match std::env::var_os(variable) {
+        Some(p) => PathBuf::from(p),
+        None => {
+            let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+            root.parent()
+                .expect("the workspace's root")
+                .join("target/dist")
+                .join(path)
+        }
+    };
+    assert!(
+        file.exists(),
+        "{} is missing: run ci/build, or set {variable}",
+        file.display()
+    );
+    file.canonicalize()
+        .expect("a file that exists has a full path")
+}
+
+struct Run {
+    group: &'static str,
+    abi: u32,
+    send: Kind,
+    recv: Kind,
+    layout: Layout,
+}
+
+impl Run {
+    fn host(group: &'static str, abi: u32) -> Run {
+        Run {
+            group,
+            abi,
+            send: Kind::Malloc,
+            recv: Kind::Mmap,
+            layout: Layout::Processes,
+        }
+    }
+
+    fn go(self) {
+        let device = self.send.is_device() || self.recv.is_device();
+        let library_dir = device.then(|| {
+            let double = built("VCCL_CUDA_DOUBLE", "double/libcuda.so.1");
+            double
+                .parent()
+                .expect("a file lies in a folder")
+                .to_path_buf()
+        });
+        let setup = Setup {
+            exe: PathBuf::from(env!("CARGO_BIN_EXE_plugin_driver")),
+            plugin: built("VCCL_PLUGIN", "lib/libnccl-net-vccl.so"),
+            abi: Some(self.abi),
+            send: self.send,
+            recv: self.recv,
+            layout: self.layout,
+            env: Vec::new(),
+            library_dir,
+            timeout: Duration::from_secs(60),
+        };
+        let mut passed = 0;
+        let mut failures = Vec::new();
+        for case in cases().filter(|c| c.group == self.group && !c.large) {
+            let (outcome, took) = run_case(case, &setup);
+            match outcome {
+                Outcome::Passed => {
+                    passed += 1;
+                    println!("{}: passed in {took:?}", case.name);
+                }
+                Outcome::Skipped(why) => println!("{}: skipped: {why}", case.name),
+                Outcome::Failed(why) => failures.push(why),
+            }
+        }
+        assert!(failures.is_empty(), "{}", failures.join("\n\n"));
+        assert!(passed > 0, "group {} has no case that applies", self.group);
+    }
+}
+
+/// Host memory, one process for each rank.
+macro_rules! host {
+    ($($version:ident = $abi:literal),* $(,)?) => {$(
+        mod $version {
+            use super::Run;
+
+            #[test]
+            fn setup() {
+                Run::host("setup", $abi).go();
+            }
+            #[test]
+            fn data() {
+                Run::host("data", $abi).go();
+            }
+            #[test]
+            fn memory() {
+                Run::host("memory", $abi).go();
+            }
+            #[test]
+            fn errors() {
+                Run::host("errors", $abi).go();
+            }
+            #[test]
+            fn lifecycle() {
+                Run::host("lifecycle", $abi).go();
+            }
+            #[test]
+            fn handles() {
+                Run::host("handles", $abi).go();
+            }
+            #[test]
+            fn kill() {
+                Run::host("kill", $abi).go();
+            }
+            #[test]
+            fn scale() {
+                Run::host("scale", $abi).go();
+            }
+        }
+    )*};
+}
+
+host! { v6 = 6, v7 = 7, v8 = 8, v9 = 9, v10 = 10, v11 = 11, v12 = 12 }
+
+/// Device memory on the CUDA double, or one end of it.
+macro_rules! device {
+    ($($name:ident = ($abi:literal, $send:ident, $recv:ident)),* $(,)?) => {$(
+        mod $name {
+            use super::{Kind, Layout, Run};
+
+            fn run(group: &'static str) {
+                let (send, recv) = (Kind::$send, Kind::$recv);
+                Run { group, abi: $abi, send, recv, layout: Layout::Processes }.go();
+            }
+
+            #[test]
+            fn setup() {
+                run("setup");
+            }
+            #[test]
+            fn data() {
+                run("data");
+            }
+            #[test]
+            fn memory() {
+                run("memory");
+            }
+            #[test]
+            fn errors() {
+                run("errors");
+            }
+            #[test]
+            fn lifecycle() {
+                run("lifecycle");
+            }
+            #[test]
+            fn kill() {
+                run("kill");
+            }
+            #[test]
+            fn scale() {
+                run("scale");
+            }
+        }
+    )*};
+}
+
+device! {
+    vmm_v8 = (8, Vmm, Vmm),
+    vmm_v12 = (12, Vmm, Vmm),
+    cuda = (8, Cuda, Cuda),
+    private = (8, VmmPrivate, VmmPrivate),
+    host_to_vmm = (8, Malloc, Vmm),
+    vmm_to_host = (8, Vmm, Malloc),
+    cuda_to_vmm = (12, Cuda, Vmm),
+    vmm_to_private = (12, Vmm, VmmPrivate),
+}
+
+/// Ranks that are threads of one process, as with one process for several GPUs.
+mod threads {
+    use super::{Kind, Layout, Run};
+
+    fn run(group: &'static str, abi: u32, kind: Kind) {
+        Run {
+            group,
+            abi,
+            send: kind,
+            recv: kind,
+            layout: Layout::Threads,
+        }
+        .go();
+    }
+
+    #[test]
+    fn host() {
+        for group in ["setup", "data", "memory", "errors"] {
+            run(group, 8, Kind::Malloc);
+            run(group, 12, Kind::Malloc);
+        }
+    }
+
+    #[test]
+    fn vmm() {
+        for group in ["setup", "data", "memory", "errors"] {
+            run(group, 8, Kind::Vmm);
+        }
+    }
+
+    #[test]
+    fn cuda() {
+        for group in ["data", "memory"] {
+            run(group, 12, Kind::Cuda);
+        }
+    }
+}
