@@ -46,7 +46,8 @@ SCENARIOS = {
     "comms": (60, {}, False, True),
     "graphs": (80, {}, False, False),
     "cycles": (90, {}, False, True),
-    "abort": (60, {}, False, False),
+    # The watchdog shall end the process at once, not after it has written flight records for a minute.
+    "abort": (60, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}, False, False),
     "abort-api": (70, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, False, False),
     "abort-alone": (60, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, False, False),
 }

@@ -24,6 +24,15 @@ pub struct Context(*mut c_void);
 #[repr(transparent)]
 pub struct Stream(*mut c_void);
 
+/// An event handle.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(transparent)]
+pub struct Event(*mut c_void);
+
+// SAFETY: the driver lets every thread use an event.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
 // SAFETY: the driver lets every thread use a context.
 unsafe impl Send for Context {}
 // SAFETY: as above.
@@ -99,6 +108,8 @@ const MEMORY_TYPE_HOST: c_uint = 1;
 const HOST_REGISTER_PORTABLE_DEVICEMAP: c_uint = 1 | 2;
 const IPC_LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 const STREAM_NON_BLOCKING: c_uint = 1;
+const EVENT_DISABLE_TIMING: c_uint = 2;
+const CAPTURE_MODE_RELAXED: c_int = 2;
 const GRANULARITY_MINIMUM: c_int = 0;
 const ERROR_HOST_MEMORY_ALREADY_REGISTERED: c_int = 712;
 const ERROR_NOT_READY: c_int = 600;
@@ -172,6 +183,11 @@ table! {
     stream_create = "cuStreamCreateWithPriority"(*mut Stream, c_uint, c_int);
     stream_destroy = "cuStreamDestroy_v2"(Stream);
     stream_query = "cuStreamQuery"(Stream);
+    event_create = "cuEventCreate"(*mut Event, c_uint);
+    event_destroy = "cuEventDestroy_v2"(Event);
+    event_record = "cuEventRecord"(Event, Stream);
+    event_query = "cuEventQuery"(Event);
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut c_int);
 }
 
 /// The driver of this process. Never unloaded.
@@ -667,6 +683,47 @@ impl Driver {
         }
     }
 
+    /// An event of the current context.
+    pub fn create_event(&self) -> Result<Event> {
+        let mut e = Event(std::ptr::null_mut());
+        // SAFETY: `e` lives through the call.
+        let code = unsafe { (self.table.event_create)(&mut e, EVENT_DISABLE_TIMING) };
+        self.check(code, "cuEventCreate")?;
+        Ok(e)
+    }
+
+    /// Destroys an event of ours.
+    pub fn destroy_event(&self, e: Event) {
+        // SAFETY: takes a handle of ours that nobody uses any more.
+        let code = unsafe { (self.table.event_destroy)(e) };
+        if code != 0 {
+            log::debug!("cuEventDestroy: {}", self.describe(code));
+        }
+    }
+
+    /// Puts the event behind all that the stream has to do.
+    pub fn record_event(&self, e: Event, s: Stream) -> Result<()> {
+        // SAFETY: takes handles of ours.
+        let code = unsafe { (self.table.event_record)(e, s) };
+        self.check(code, "cuEventRecord")
+    }
+
+    /// Whether the stream has passed the event; an error says that work before it failed.
+    pub fn event_passed(&self, e: Event) -> Result<bool> {
+        // SAFETY: takes a handle of ours.
+        match unsafe { (self.table.event_query)(e) } {
+            0 => Ok(true),
+            ERROR_NOT_READY => Ok(false),
+            code => Err(self.failed(code, "a copy")),
+        }
+    }
+
+    fn exchange_capture_mode(&self, mut mode: c_int) -> c_int {
+        // SAFETY: `mode` lives through the call.
+        unsafe { (self.table.exchange_capture_mode)(&mut mode) };
+        mode
+    }
+
     /// Whether the stream has done all its work; an error says that work in it failed.
     pub fn stream_idle(&self, s: Stream) -> Result<bool> {
         // SAFETY: takes a handle of ours.
@@ -674,6 +731,27 @@ impl Driver {
             0 => Ok(true),
             ERROR_NOT_READY => Ok(false),
             code => Err(self.failed(code, "a copy")),
+        }
+    }
+}
+
+/// While it lives, this thread's calls have nothing to do with a graph that the application captures:
+/// else the driver may refuse them while it does, and break the capture off.
+#[derive(Debug)]
+pub struct Relaxed(Option<(&'static Driver, c_int)>);
+
+impl Relaxed {
+    /// For the calls of this thread from here on; costs nothing where there is no driver.
+    pub fn begin() -> Relaxed {
+        let driver = driver().ok();
+        Relaxed(driver.map(|d| (d, d.exchange_capture_mode(CAPTURE_MODE_RELAXED))))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        if let Some((driver, mode)) = self.0 {
+            driver.exchange_capture_mode(mode);
         }
     }
 }

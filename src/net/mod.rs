@@ -12,6 +12,7 @@ use std::time::Duration;
 pub use self::handle::HANDLE_LEN;
 use self::handle::{attempt, set_attempt, Handle, Place};
 use crate::config;
+use crate::cuda::Relaxed;
 use crate::error::{Error, Result};
 use crate::handle::Tagged;
 use crate::proxy::{Proxy, REQUESTS};
@@ -285,6 +286,7 @@ fn prune(age: Duration) {
 /// same handle, in which the attempt is noted.
 pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendComm>> {
     check_device(dev)?;
+    let _relaxed = Relaxed::begin();
     let to = Handle::decode(handle)?;
     let limit = Duration::from_secs(config::current().connect_timeout_s);
     prune(2 * limit + Duration::from_secs(60));
@@ -356,6 +358,7 @@ pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
 
 /// Registers memory with one end of a connection. `kind`: `NCCL_PTR_HOST` or `NCCL_PTR_CUDA`.
 pub fn reg_mr(comm: Comm<'_>, addr: usize, size: usize, kind: c_int) -> Result<MemoryRegion> {
+    let _relaxed = Relaxed::begin();
     let cuda = match kind {
         PTR_HOST => false,
         PTR_CUDA => true,
@@ -377,6 +380,7 @@ pub fn dereg_mr(comm: Comm<'_>, mr: MemoryRegion) -> Result<()> {
     if mr.end != comm.address() {
         return Err(foreign_region());
     }
+    let _relaxed = Relaxed::begin();
     comm.end().deregister(mr.region)
 }
 
@@ -437,12 +441,18 @@ pub fn test(r: &Request) -> Result<Option<usize>> {
 
 /// Closes a sending end: waits, in bounded time, for the copies that it owns.
 pub fn close_send(mut c: SendComm) -> Result<()> {
-    c.0.proxy.end_mut().close()
+    let _relaxed = Relaxed::begin();
+    let closed = c.0.proxy.end_mut().close();
+    drop(c);
+    closed
 }
 
 /// Closes a receiving end: waits, in bounded time, until the sender writes to it no more.
 pub fn close_recv(mut c: RecvComm) -> Result<()> {
-    c.0.proxy.end_mut().close()
+    let _relaxed = Relaxed::begin();
+    let closed = c.0.proxy.end_mut().close();
+    drop(c);
+    closed
 }
 
 /// Closes a listener. Its accepted connections live on.

@@ -91,6 +91,11 @@ impl<T> Out<T> {
 pub struct In<T>(*const T);
 
 impl<T: Copy> In<T> {
+    /// The pointer that a caller passed as an integer.
+    pub fn at(address: usize) -> In<T> {
+        In(address as *const T)
+    }
+
     /// Reads the value; a null pointer is the caller's error.
     pub fn get(self) -> Res<T> {
         self.get_at(0)

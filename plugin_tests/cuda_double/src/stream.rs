@@ -5,6 +5,7 @@ use crate::context::CtxCore;
 use crate::copy::{self, Side};
 use crate::driver::{bump, driver, entry, lock, Driver, Kind, StateGuard};
 use crate::event::Event;
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -343,6 +344,19 @@ entry!(Kind::Slow("synchronizes"), fn cuStreamSynchronize(stream: u64) |drv| {
 
 entry!(Kind::Plain, fn cuStreamGetCtx(stream: u64, ctx: Out<u64>) |drv| {
     ctx.set(find(drv, &mut drv.state()?, stream)?.ctx.handle)
+});
+
+thread_local! {
+    /// `CU_STREAM_CAPTURE_MODE_*` of this thread; nothing here captures.
+    static CAPTURE_MODE: Cell<i32> = const { Cell::new(0) };
+}
+
+entry!(Kind::Plain, fn cuThreadExchangeStreamCaptureMode(mode: usize) |_drv| {
+    let new = In::<i32>::at(mode).get()?;
+    if !(0..=2).contains(&new) {
+        return Err(ERROR_INVALID_VALUE);
+    }
+    Out::<i32>::at(mode).set(CAPTURE_MODE.with(|m| m.replace(new)))
 });
 
 entry!(Kind::Plain, fn cuStreamWaitEvent(stream: u64, event: u64, flags: u32) |drv| {

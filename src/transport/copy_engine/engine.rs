@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::shm::{Shm, CONTROL_LEN};
 use super::steps::{reached, Shared};
 use crate::config::{self, ContextKind};
-use crate::cuda::{driver, Context, DevicePtr, Driver, Stream};
+use crate::cuda::{driver, Context, DevicePtr, Driver, Event, Relaxed, Stream};
 use crate::error::{Error, Result, ResultCode};
 use crate::telemetry;
 
@@ -197,6 +197,22 @@ pub struct Engine {
     shm: Arc<Shm>,
     kind: EndKind,
     fences: AtomicU32,
+    fence_event: FenceEvent,
+}
+
+/// The event behind the latest fence.
+#[derive(Debug)]
+struct FenceEvent {
+    gpu: Gpu,
+    event: Event,
+}
+
+impl Drop for FenceEvent {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.gpu.driver.enter(self.gpu.context) {
+            self.gpu.driver.destroy_event(self.event);
+        }
+    }
 }
 
 impl Engine {
@@ -204,7 +220,12 @@ impl Engine {
     pub fn new(gpu: Gpu, shm: Arc<Shm>, kind: EndKind) -> Result<Engine> {
         let stream = take_stream(&gpu, config::current().streams)?;
         let control = Registered::new(&gpu, &shm, 0, CONTROL_LEN)?;
+        let event = {
+            let _entered = gpu.driver.enter(gpu.context)?;
+            gpu.driver.create_event()?
+        };
         let engine = Engine {
+            fence_event: FenceEvent { gpu, event },
             gpu,
             stream,
             control,
@@ -291,16 +312,18 @@ impl Engine {
         let word = self.word(self.fence_word(self.shm.shared()));
         // SAFETY: the word lies in the registered control part, which the engine keeps.
         unsafe { d.write_value(word, n, self.stream.stream)? };
+        // The word is seen a moment before the stream is done with writing it: who unmaps what the
+        // word lies in needs the event. A later fence moves it, which only makes the wait longer.
+        d.record_event(self.fence_event.event, self.stream.stream)?;
         Ok(n)
     }
 
     /// Whether the stream has passed fence `n`; an error says that a copy failed.
     pub fn passed(&self, n: u32) -> Result<bool> {
         let word = self.fence_word(self.shm.shared());
-        if reached(word.load(Ordering::Acquire), n) {
-            return Ok(true);
-        }
-        self.check().map(|()| false)
+        let _entered = self.gpu.driver.enter(self.gpu.context)?;
+        let over = self.gpu.driver.event_passed(self.fence_event.event)?;
+        Ok(over && reached(word.load(Ordering::Acquire), n))
     }
 
     /// Waits until all copies so far are over: `false` when they are not by `deadline`.
@@ -319,6 +342,7 @@ impl Engine {
 
     /// Whether a copy failed.
     pub fn check(&self) -> Result<()> {
+        let _relaxed = Relaxed::begin();
         let _entered = self.gpu.driver.enter(self.gpu.context)?;
         self.gpu.driver.stream_idle(self.stream.stream).map(|_| ())
     }

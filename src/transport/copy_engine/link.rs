@@ -29,6 +29,7 @@ use super::send::SendControl;
 use super::shm::Shm;
 use super::wire::{Message, Nonce, MAX_FDS, MAX_PACKET, PROTOCOL};
 use crate::config;
+use crate::cuda::Relaxed;
 use crate::error::{Error, Result};
 
 const TOKEN_LISTENER: u64 = 0;
@@ -803,6 +804,7 @@ impl Service {
             std::thread::Builder::new()
                 .name("vccl-link".into())
                 .spawn(move || {
+                    let _relaxed = Relaxed::begin();
                     // A panic must not leave connections waiting for ever.
                     while std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| shared.serve()))
                         .is_err()

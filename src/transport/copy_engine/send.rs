@@ -318,7 +318,7 @@ impl SendControl {
             return Err(Error::remote("the peer registered one region twice"));
         }
         telemetry::region(reach_path(reach));
-        log::debug!(
+        log::info!(
             "{}: region {region}, {len} bytes: {}",
             self.describe(),
             reach_path(reach)
