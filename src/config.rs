@@ -62,6 +62,8 @@ pub struct Config {
     pub host_chunk: usize,
     /// `VCCL_STAGING_CHUNK`: bytes of one chunk of the staging ring in the receiver's GPU.
     pub staging_chunk: usize,
+    /// `VCCL_STAGING_MEMORY`: bytes of all such rings of the process together.
+    pub staging_memory: usize,
     /// `VCCL_MAX_MAPPINGS`: mappings of peers' memory that this process keeps at most.
     pub max_mappings: usize,
     /// `VCCL_SPEED`: the speed that the device reports, in Mbit/s.
@@ -185,6 +187,16 @@ impl Config {
                 ),
                 chunk(64 << 10, 256 << 20),
             ),
+            staging_memory: r.read(
+                (
+                    "VCCL_STAGING_MEMORY",
+                    "0 to 1024G",
+                    "1G",
+                    "Bytes of GPU memory that a process uses for such chunks at most, over all \
+                     connections; connections beyond that go through the host.",
+                ),
+                |s| parse_bytes(s).filter(|v| *v <= 1 << 40),
+            ),
             max_mappings: r.read(
                 (
                     "VCCL_MAX_MAPPINGS",
@@ -250,6 +262,19 @@ impl Config {
     pub fn rows(&self) -> &[Row] {
         &self.rows
     }
+
+    /// The settings with their defaults as a Markdown table.
+    pub fn markdown(&self) -> String {
+        let mut table =
+            String::from("| setting | default | allowed | what it does |\n|---|---|---|---|\n");
+        for r in &self.rows {
+            table += &format!(
+                "| `{}` | {} | {} | {} |\n",
+                r.name, r.default, r.allowed, r.doc
+            );
+        }
+        table
+    }
 }
 
 static CURRENT: RwLock<Option<Arc<Config>>> = RwLock::new(None);
@@ -285,12 +310,30 @@ mod tests {
     fn defaults_are_allowed_and_marked() {
         let (c, complaints) = with(&[]);
         assert!(complaints.is_empty());
-        assert_eq!(c.rows().len(), 9);
+        assert_eq!(c.rows().len(), 10);
         assert!(c
             .rows()
             .iter()
             .all(|r| r.source == Source::Default && r.value == r.default));
         assert_eq!(c.host_chunk, 64 << 10);
+    }
+
+    #[test]
+    fn the_documentation_has_this_table() {
+        let table = with(&[]).0.markdown();
+        for page in ["README.md", "docs/settings.md"] {
+            let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
+            let text = std::fs::read_to_string(&path).unwrap();
+            let found = text
+                .split_once("<!-- settings: begin -->\n")
+                .and_then(|(_, rest)| rest.split_once("<!-- settings: end -->"))
+                .map(|(table, _)| table);
+            assert_eq!(
+                found,
+                Some(table.as_str()),
+                "{page} is to have this table:\n{table}"
+            );
+        }
     }
 
     #[test]

@@ -4,20 +4,41 @@
 //! calls through it. Calls pass through [`abi`] to [`net`], and from there down: each layer knows the
 //! one under it and none above.
 
+#[cfg(not(loom))]
 pub mod abi;
+#[cfg(not(loom))]
 pub mod config;
+#[cfg(not(loom))]
 pub mod cuda;
+#[cfg(not(loom))]
 pub mod error;
+#[cfg(not(loom))]
 pub mod ffi;
+#[cfg(not(loom))]
 pub mod gate;
+#[cfg(not(loom))]
 pub mod handle;
+#[cfg(not(loom))]
 pub mod log;
+#[cfg(not(loom))]
 pub mod net;
+#[cfg(not(loom))]
 pub mod proxy;
+#[cfg(not(loom))]
 pub mod telemetry;
+#[cfg(not(loom))]
 pub mod transport;
 
+// Loom explores the shared-memory protocol by itself: nothing else is built on its atomics.
+#[cfg(loom)]
+#[path = "transport/copy_engine/ring.rs"]
+pub mod ring;
+#[cfg(loom)]
+#[path = "transport/copy_engine/steps.rs"]
+pub mod steps;
+
 /// The symbols that NCCL looks for, one for each version of its interface.
+#[cfg(not(loom))]
 macro_rules! plugins {
     ($($symbol:ident: $version:ident),* $(,)?) => {$(
         #[doc = concat!("What NCCL gets where it looks for version ", stringify!($version), ".")]
@@ -27,6 +48,7 @@ macro_rules! plugins {
     )*};
 }
 
+#[cfg(not(loom))]
 plugins! {
     ncclNetPlugin_v6: v6,
     ncclNetPlugin_v7: v7,

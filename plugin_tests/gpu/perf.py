@@ -178,7 +178,10 @@ def part_registered(run, quick):
         for label, kind, regs in (("stock", "stock", "0,1"), ("vccl", "registered", "1")):
             ops = "push,sendrecv" if label == "stock" else "sendrecv"
             rows += run.bench(label, run.env(kind), ["--ops", ops, "--sizes", size_arg(sizes), "--reg", regs] + budget)
-            rows += run.bench(label, run.env(kind), ["--ops", "alltoall,allgather", "--sizes", size_arg(coll), "--reg", regs] + budget)
+            rows += run.bench(label, run.env(kind), ["--ops", "alltoall", "--sizes", size_arg(coll), "--reg", regs] + budget)
+            # Stock NCCL 2.28.9 never ends an in-place allgather of registered buffers in this benchmark.
+            regs = "0" if label == "stock" else regs
+            rows += run.bench(label, run.env(kind), ["--ops", "allgather", "--sizes", size_arg(coll), "--reg", regs] + budget)
     return middle(rows)
 
 

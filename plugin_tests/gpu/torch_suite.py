@@ -47,7 +47,8 @@ SCENARIOS = {
     "graphs": (80, {}, False, False),
     "cycles": (90, {}, False, True),
     # The watchdog shall end the process at once, not after it has written flight records for a minute.
-    "abort": (60, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}, False, False),
+    "abort": (60, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
+                  "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}, False, False),
     "abort-api": (70, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, False, False),
     "abort-alone": (60, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, False, False),
 }

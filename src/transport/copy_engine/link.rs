@@ -450,11 +450,8 @@ impl Link {
                     };
                 self.send(&answer, Vec::new());
             }
-            Message::RegionReady { conn, region } => {
-                if let Some(c) = self.recv_control(conn) {
-                    c.region_ready(region);
-                }
-            }
+            // The sender looks at its own table; this end need not know.
+            Message::RegionReady { .. } => {}
             Message::RegionFailed { conn, region, text } => {
                 if let Some(c) = self.recv_control(conn) {
                     c.region_failed(region, &text);

@@ -1,7 +1,7 @@
 //! The receiving end: registers memory with the peer, posts receives, and waits for their steps.
 
 use std::collections::HashMap;
-use std::sync::atomic::{fence, AtomicBool, Ordering};
+use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -91,6 +91,34 @@ struct DeviceRing {
     size: u64,
     chunk: u64,
     export: u64,
+    _share: Share,
+}
+
+/// Bytes of all device rings of the process.
+static RINGS: AtomicU64 = AtomicU64::new(0);
+
+/// A share of `VCCL_STAGING_MEMORY`.
+#[derive(Debug)]
+struct Share(u64);
+
+impl Share {
+    fn take(bytes: u64) -> Result<Share> {
+        let most = config::current().staging_memory as u64;
+        let share = Share(bytes);
+        if RINGS.fetch_add(bytes, Ordering::Relaxed) + bytes > most {
+            return Err(Error::system(
+                format!("chunks of {bytes} bytes are over VCCL_STAGING_MEMORY ({most} bytes)"),
+                nix::errno::Errno::ENOSPC,
+            ));
+        }
+        Ok(share)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        RINGS.fetch_sub(self.0, Ordering::Relaxed);
+    }
 }
 
 impl Drop for DeviceRing {
@@ -219,34 +247,25 @@ impl RecvControl {
         if self.ring.get().is_none() {
             let d = engine.gpu.driver;
             let chunk = config::current().staging_chunk as u64;
+            let share = Share::take(chunk * DEVICE_CHUNKS as u64)?;
             let (handle, size) = d.create_exportable(ordinal, chunk as usize * DEVICE_CHUNKS)?;
-            let made = map_own(d, handle, size, ordinal).and_then(|base| {
-                let e = Exportable::of_handle(d, handle, base, size as u64);
-                match exports.offer(&self.link, e, engine.gpu.uuid) {
-                    Ok(export) => Ok(DeviceRing {
-                        driver: d,
-                        base,
-                        size: size as u64,
-                        chunk,
-                        export,
-                    }),
-                    Err(e) => {
-                        // SAFETY: mapped just now, and used by nobody.
-                        unsafe {
-                            d.unmap(base, size);
-                            d.free_reservation(base, size);
-                        }
-                        Err(e)
-                    }
-                }
-            })?;
+            let base =
+                map_own(d, handle, size, ordinal).inspect_err(|_| d.release_allocation(handle))?;
+            // From here on dropping them undoes what has been done.
+            let e = Exportable::of_handle(d, handle, base, size as u64);
+            let mut made = DeviceRing {
+                driver: d,
+                base,
+                size: size as u64,
+                chunk,
+                export: 0,
+                _share: share,
+            };
+            made.export = exports.offer(&self.link, e, engine.gpu.uuid)?;
             let _ = self.ring.set(made);
         }
         Ok(self.ring.get().expect("set above"))
     }
-
-    /// The peer can reach the region.
-    pub fn region_ready(&self, _region: u32) {}
 
     /// The peer cannot reach the region in the way that it was offered: offers the next one.
     pub fn region_failed(&self, region: u32, why: &str) {

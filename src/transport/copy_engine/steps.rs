@@ -363,12 +363,12 @@ mod tests {
 }
 
 #[cfg(all(test, loom))]
-mod loom_tests {
+pub(crate) mod loom_tests {
     use super::*;
     use loom::sync::Arc;
     use loom::thread;
 
-    fn shared() -> Shared {
+    pub(crate) fn shared() -> Shared {
         let line = || CachePadded::new(AtomicU32::new(0));
         let chunk = || Chunk {
             filled: line(),
