@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Context, Error, Result};
 use crate::oob::{self, Frame, Kind};
 use crate::params::Params;
+use crate::surroundings::Surroundings;
 
 /// Set in the environment of a process that hosts ranks.
 pub const RANK_VAR: &str = "VCCL_DRIVER_RANK";
@@ -37,6 +38,8 @@ pub enum Layout {
 pub struct Launch {
     /// The program that hosts ranks; it calls [`crate::rank::enter_if_rank`] first thing.
     pub exe: PathBuf,
+    /// Its arguments.
+    pub args: Vec<String>,
     /// The plugin's library.
     pub plugin: PathBuf,
     /// The ABI version, or the newest.
@@ -51,6 +54,8 @@ pub struct Launch {
     pub layout: Layout,
     /// Environment variables for the ranks.
     pub env: Vec<(String, String)>,
+    /// What is special around each process, in order; the processes beyond have nothing special.
+    pub surroundings: Vec<Surroundings>,
     /// A folder that the ranks' loader searches first, for a stand-in of the CUDA driver.
     pub library_dir: Option<PathBuf>,
     /// The soft limit of open files in each process.
@@ -70,6 +75,7 @@ impl Launch {
     pub fn new(exe: PathBuf, plugin: PathBuf, entry: &str, nranks: usize) -> Launch {
         Launch {
             exe,
+            args: Vec::new(),
             plugin,
             abi: None,
             entry: entry.to_string(),
@@ -77,6 +83,7 @@ impl Launch {
             nranks,
             layout: Layout::Processes,
             env: Vec::new(),
+            surroundings: Vec::new(),
             library_dir: None,
             nofile: None,
             victims: Vec::new(),
@@ -151,6 +158,7 @@ impl Launch {
         let (ours, theirs) = UnixStream::pair()?;
         let mut command = Command::new(&self.exe);
         command
+            .args(&self.args)
             .env(RANK_VAR, "1")
             .stdin(Stdio::from(OwnedFd::from(theirs)))
             .stdout(Stdio::null())
@@ -169,8 +177,12 @@ impl Launch {
             }
             command.env("LD_LIBRARY_PATH", path);
         }
-        let mut child = command
-            .spawn()
+        let plain = Surroundings::default();
+        let mut child = self
+            .surroundings
+            .get(index)
+            .unwrap_or(&plain)
+            .spawn(&mut command)
             .context(|| format!("cannot start a rank as {}", self.exe.display()))?;
         drop(command);
         let mut writer = ours.try_clone()?;

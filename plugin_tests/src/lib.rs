@@ -18,4 +18,5 @@ pub mod oob;
 pub mod params;
 pub mod pattern;
 pub mod rank;
+pub mod surroundings;
 pub mod worker;

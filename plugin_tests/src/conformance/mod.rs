@@ -12,7 +12,7 @@ mod memory;
 mod scale;
 mod setup;
 mod sizes;
-mod util;
+pub mod util;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -374,15 +374,27 @@ impl Session {
         offset: usize,
         len: usize,
     ) -> Result<Registered> {
-        assert!(
-            offset + len <= buffer.len(),
-            "a case registers more than it has"
-        );
         let kind = if buffer.kind().is_device() {
             NCCL_PTR_CUDA
         } else {
             NCCL_PTR_HOST
         };
+        self.reg_mr_as(comm, buffer, offset, len, kind)
+    }
+
+    /// The same, as memory of the kind `NCCL_PTR_*`, whatever it is.
+    pub fn reg_mr_as(
+        &self,
+        comm: Comm,
+        buffer: &Arc<Buffer>,
+        offset: usize,
+        len: usize,
+        kind: c_int,
+    ) -> Result<Registered> {
+        assert!(
+            offset + len <= buffer.len(),
+            "a case registers more than it has"
+        );
         let data = (buffer.address() + offset) as *mut c_void;
         let mut mhandle: *mut c_void = std::ptr::null_mut();
         let mark = logs::mark();
