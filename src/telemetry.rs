@@ -57,25 +57,56 @@ pub fn totals(path: Path) -> (u64, u64, u64) {
     )
 }
 
-/// Time that messages spent in one stage.
-#[derive(Default, Debug)]
-struct Stage {
-    ns: AtomicU64,
-    times: AtomicU64,
+/// Time that messages spent in one stage, by quarters of a power of two of nanoseconds; one thread
+/// adds.
+#[derive(Debug)]
+pub struct Stage {
+    times: [AtomicU64; STAGE_BUCKETS],
+}
+
+const STAGE_BUCKETS: usize = 160;
+
+impl Default for Stage {
+    fn default() -> Self {
+        Stage {
+            times: [const { AtomicU64::new(0) }; STAGE_BUCKETS],
+        }
+    }
 }
 
 impl Stage {
+    /// Adds the time since `start`.
     #[inline]
-    fn add(&self, ns: u64) {
-        self.ns
-            .store(self.ns.load(Ordering::Relaxed) + ns, Ordering::Relaxed);
-        self.times
-            .store(self.times.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    pub fn since(&self, start: Instant) {
+        self.add(start.elapsed().as_nanos() as u64);
     }
 
-    fn mean_us(&self) -> Option<f64> {
-        let n = self.times.load(Ordering::Relaxed);
-        (n > 0).then(|| self.ns.load(Ordering::Relaxed) as f64 / n as f64 / 1e3)
+    #[inline]
+    fn add(&self, ns: u64) {
+        let i = ((ns.max(1) as f64).log2() * 4.0).round() as usize;
+        let bucket = &self.times[i.min(STAGE_BUCKETS - 1)];
+        bucket.store(bucket.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// Microseconds that `share` (0 to 1) of the messages took at most, within a tenth.
+    fn quantile_us(&self, share: f64) -> Option<f64> {
+        let count = |b: &AtomicU64| b.load(Ordering::Relaxed);
+        let n: u64 = self.times.iter().map(count).sum();
+        let mut left = (n as f64 * share) as u64;
+        for (i, b) in self.times.iter().enumerate() {
+            if count(b) > left {
+                return Some((i as f64 / 4.0).exp2() / 1e3);
+            }
+            left -= count(b);
+        }
+        None
+    }
+
+    fn show(&self) -> String {
+        match (self.quantile_us(0.5), self.quantile_us(0.9)) {
+            (Some(half), Some(most)) => format!("{half:.2} us (a tenth over {most:.2})"),
+            _ => "-".into(),
+        }
     }
 }
 
@@ -83,23 +114,11 @@ impl Stage {
 #[derive(Default, Debug)]
 pub struct Timing {
     /// From the first isend that found no posted receive until one that did.
-    pub descriptor: MeanStage,
+    pub descriptor: Stage,
     /// In the calls that enqueue the copy and its step.
-    pub enqueue: MeanStage,
+    pub enqueue: Stage,
     /// From there until the step was seen.
-    pub completion: MeanStage,
-}
-
-/// A stage's sum and count; one thread adds.
-#[derive(Default, Debug)]
-pub struct MeanStage(Stage);
-
-impl MeanStage {
-    /// Adds the time since `start`.
-    #[inline]
-    pub fn since(&self, start: Instant) {
-        self.0.add(start.elapsed().as_nanos() as u64);
-    }
+    pub completion: Stage,
 }
 
 /// One connection's counters. One thread at a time adds: the one inside the connection's gate.
@@ -142,12 +161,12 @@ impl Connection {
             }
         }
         if let Some(t) = &self.timing {
-            let show = |s: &MeanStage| s.0.mean_us().map_or("-".into(), |us| format!("{us:.2} us"));
             log::info!(
-                "{who}: mean of a message: waits for its receive {}, enqueued in {}, done after {}",
-                show(&t.descriptor),
-                show(&t.enqueue),
-                show(&t.completion)
+                "{who}: timing of half of the messages, at most: waits for its receive {}, enqueued in \
+                 {}, done after {}",
+                t.descriptor.show(),
+                t.enqueue.show(),
+                t.completion.show()
             );
         }
     }
@@ -167,5 +186,31 @@ pub static NO_CONTEXT: AtomicBool = AtomicBool::new(false);
 pub fn warn_once(said: &AtomicBool, text: impl FnOnce() -> String) {
     if !said.swap(true, Ordering::Relaxed) {
         log::warn!("{}", text());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_near() {
+        let s = Stage::default();
+        assert_eq!(s.quantile_us(0.5), None);
+        for _ in 0..90 {
+            s.add(4_000);
+        }
+        for _ in 0..10 {
+            s.add(1_000_000);
+        }
+        s.add(0);
+        s.add(u64::MAX);
+        let near = |got: Option<f64>, want: f64| (got.unwrap() / want - 1.0).abs() < 0.1;
+        assert!(near(s.quantile_us(0.5), 4.0), "{:?}", s.quantile_us(0.5));
+        assert!(
+            near(s.quantile_us(0.95), 1000.0),
+            "{:?}",
+            s.quantile_us(0.95)
+        );
     }
 }
