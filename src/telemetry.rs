@@ -179,6 +179,8 @@ pub static DEVICE_RING: AtomicBool = AtomicBool::new(false);
 /// Said: GPU memory goes through the host.
 pub static GPU_THROUGH_HOST: AtomicBool = AtomicBool::new(false);
 
+/// Said: copies out of cudaMalloc memory depend on the application's context.
+pub static APPLICATION_MEMORY: AtomicBool = AtomicBool::new(false);
 /// Said: there is no private context.
 pub static NO_CONTEXT: AtomicBool = AtomicBool::new(false);
 

@@ -68,6 +68,22 @@ impl Gpu {
         }
     }
 
+    /// Whether a copy out of the GPU memory at `addr` is free of the application's context: VMM memory
+    /// belongs to the device, cudaMalloc memory to the context. With no context of our own there is
+    /// nothing to be free of.
+    pub fn reaches_alone(&self, addr: DevicePtr) -> bool {
+        if self.context == self.home {
+            return true;
+        }
+        match self.driver.retain_allocation(addr) {
+            Ok(handle) => {
+                self.driver.release_allocation(handle);
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
     fn with(driver: &'static Driver, home: Context, ordinal: i32) -> Result<Gpu> {
         let context = match config::current().cuda_context {
             ContextKind::Primary => home,

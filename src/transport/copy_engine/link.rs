@@ -12,7 +12,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -94,6 +94,7 @@ pub struct Link {
     outgoing: bool,
     greeted: AtomicBool,
     dead: AtomicBool,
+    slow: AtomicBool,
     why_dead: Mutex<String>,
     out: Mutex<VecDeque<(Vec<u8>, Vec<OwnedFd>)>>,
     next_conn: AtomicU64,
@@ -127,6 +128,7 @@ impl Link {
             outgoing,
             greeted: AtomicBool::new(outgoing),
             dead: AtomicBool::new(false),
+            slow: AtomicBool::new(false),
             why_dead: Mutex::new(String::new()),
             out: Mutex::new(VecDeque::new()),
             next_conn: AtomicU64::new(1),
@@ -157,6 +159,24 @@ impl Link {
     #[inline]
     pub fn is_dead(&self) -> bool {
         self.dead.load(Ordering::Acquire)
+    }
+
+    /// Until when close and deregMr may wait for this peer, from now on. One that let a wait run out is
+    /// not waited for at length again before it says something: many connections close in turn.
+    pub fn close_deadline(&self) -> Instant {
+        let full = Duration::from_millis(config::current().close_timeout_ms);
+        let short = Duration::from_millis(5);
+        Instant::now()
+            + if self.slow.load(Ordering::Relaxed) {
+                short.min(full)
+            } else {
+                full
+            }
+    }
+
+    /// A wait for the peer, or for copies to it, ran out.
+    pub fn waited_in_vain(&self) {
+        self.slow.store(true, Ordering::Relaxed);
     }
 
     /// The error for what cannot be because the peer is gone.
@@ -676,6 +696,7 @@ impl Inner {
                 Received::Again => {}
                 Received::End(why) => return link.die(&why),
                 Received::Message(m, fds) => {
+                    link.slow.store(false, Ordering::Relaxed);
                     if let Err(e) = link.handle(self, m, fds) {
                         return link.die(e.text());
                     }
@@ -908,9 +929,4 @@ fn without_signals<T>(f: impl FnOnce() -> T) -> T {
         let _ = pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&old), None);
     }
     r
-}
-
-/// The time that close and deregMr may take, from now on.
-pub fn close_deadline() -> std::time::Instant {
-    std::time::Instant::now() + Duration::from_millis(config::current().close_timeout_ms)
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::engine::{EndKind, Engine, Gpu};
-use super::link::{close_deadline, Link};
+use super::link::Link;
 use super::memory::{classify, Exportable};
 use super::regions::MAX_REGIONS;
 use super::ring::{Drainer, Filled};
@@ -686,7 +686,7 @@ impl End for RecvConnection {
 
     fn deregister(&self, region: Region) -> Result<()> {
         let control = &*self.control;
-        let deadline = close_deadline();
+        let deadline = control.link.close_deadline();
         if let Some(mut st) = control.gate.enter_by(deadline) {
             let mut cancelled = 0;
             for r in st
@@ -727,6 +727,7 @@ impl End for RecvConnection {
             control.link.send(&m, Vec::new());
         }
         if !control.wait(deadline, |book| !book.regions.contains_key(&region.id)) {
+            control.link.waited_in_vain();
             log::warn!(
                 "{}: the sender has not let go of a region of {} bytes after {} ms; is it stopped, or \
                  does a copy hang?",
@@ -767,7 +768,7 @@ impl End for RecvConnection {
             return Ok(());
         }
         let control = &self.control;
-        let deadline = close_deadline();
+        let deadline = control.link.close_deadline();
         control
             .shared()
             .receiver
@@ -779,6 +780,7 @@ impl End for RecvConnection {
                 .send(&Message::Close { conn: control.conn }, Vec::new());
             quiet = control.wait(deadline, |book| book.close_acknowledged);
             if !quiet {
+                control.link.waited_in_vain();
                 log::warn!(
                     "{}: the sender has not let go of the connection after {} ms; is it stopped, or \
                      does a copy hang?",

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 use super::engine::{EndKind, Engine, Gpu};
-use super::link::{close_deadline, Link, Step};
+use super::link::{Link, Step};
 use super::memory::classify;
 use super::regions::{Reach, Regions};
 use super::ring::Filler;
@@ -336,7 +336,7 @@ impl SendControl {
         let control = self.clone();
         let mut fence = None;
         // A copy that never ends keeps what it uses mapped.
-        let give_up = close_deadline() + std::time::Duration::from_secs(30);
+        let give_up = Instant::now() + std::time::Duration::from_secs(30);
         Box::new(move || {
             let late = Instant::now() >= give_up;
             if control.gate.is_busy() && !late {
@@ -734,8 +734,20 @@ impl End for SendConnection {
         let control = &*self.control;
         let memory = classify(addr, len, cuda)?;
         if let Memory::Device(ordinal) = memory {
-            if control.engine.get().is_none() {
-                control.ensure_engine(Gpu::of_device(ordinal)?)?;
+            let engine = match control.engine.get() {
+                Some(engine) => engine,
+                None => control.ensure_engine(Gpu::of_device(ordinal)?)?,
+            };
+            if !engine.gpu.reaches_alone(addr) {
+                telemetry::warn_once(&telemetry::APPLICATION_MEMORY, || {
+                    format!(
+                        "{}: sends out of cudaMalloc memory (at {addr:#x}) need the application's CUDA \
+                         context: while it waits for a kernel there (cudaFree, a graph replayed again \
+                         before it has ended) they wait too, and can hang the job. Register memory of \
+                         ncclMemAlloc, or of expandable segments",
+                        control.describe()
+                    )
+                });
             }
         }
         if memory == Memory::Host
@@ -764,7 +776,7 @@ impl End for SendConnection {
 
     fn deregister(&self, region: Region) -> Result<()> {
         let control = &*self.control;
-        let deadline = close_deadline();
+        let deadline = control.link.close_deadline();
         if let Some(mut st) = control.gate.enter_by(deadline) {
             for r in &mut st.requests {
                 if matches!(r.state, State::Staged { .. })
@@ -778,6 +790,7 @@ impl End for SendConnection {
         }
         if let (Some(engine), true) = (control.engine.get(), region.memory != Memory::Host) {
             if !engine.drain(deadline).unwrap_or(true) {
+                control.link.waited_in_vain();
                 log::warn!(
                     "{}: copies out of {} are still in flight after {} ms, as its registration ends",
                     control.describe(),
@@ -842,7 +855,7 @@ impl End for SendConnection {
             return Ok(());
         }
         let control = &self.control;
-        let deadline = close_deadline();
+        let deadline = control.link.close_deadline();
         control.regions.clear();
         // A copy that failed is over as well.
         let quiet = control
@@ -862,6 +875,7 @@ impl End for SendConnection {
         control.leave_exports(None, quiet);
         self.counters.report(&control.describe());
         if !quiet {
+            control.link.waited_in_vain();
             log::warn!(
                 "{}: closed while copies are still in flight after {} ms; what they use stays mapped",
                 control.describe(),
