@@ -362,7 +362,8 @@ impl Pair {
         };
         let mut handle = [0u8; 128];
         let mut listener = std::ptr::null_mut();
-        let (mut out, mut inn) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut out: *mut c_void = std::ptr::null_mut();
+        let mut inn: *mut c_void = std::ptr::null_mut();
         let end = Instant::now() + Duration::from_secs(20);
         // SAFETY: the pointers are places for what the interface promises, and the handle has its 128
         // bytes.

@@ -388,6 +388,19 @@ impl SendControl {
         }
     }
 
+    /// Asks the receiver to drain the host ring into its GPU, if that has not been done.
+    #[cold]
+    fn ask_host_drain(&self) {
+        let (old, new) = (host_drain::NOT_ASKED, host_drain::ASKED);
+        let asked = self
+            .host_drain
+            .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
+        if asked.is_ok() {
+            self.link
+                .send(&Message::WantHostDrain { conn: self.conn }, Vec::new());
+        }
+    }
+
     /// The error for what cannot go on, if that is so.
     #[inline]
     fn trouble(&self) -> Result<()> {
@@ -592,6 +605,13 @@ impl SendConnection {
         Ok(true)
     }
 
+    /// Host memory that no GPU can read waits until the receiver drains the host ring into its own.
+    #[cold]
+    fn wait_for_drain(&self) -> Result<bool> {
+        self.control.ask_host_drain();
+        self.control.trouble().map(|()| false)
+    }
+
     #[cold]
     fn refuse(&self, st: &mut SendState, seq: u32, len: u64, why: u32, e: Error) -> Error {
         let shared = self.control.shared();
@@ -662,7 +682,7 @@ impl SendEnd for SendConnection {
                         host_drain::FAILED => Err(Error::invalid_usage(
                             "host memory that CUDA has not page-locked cannot reach the peer's GPU",
                         )),
-                        _ => control.trouble().map(|()| false),
+                        _ => self.wait_for_drain(),
                     };
                 }
                 let Some(engine) = control.engine.get() else {
@@ -708,7 +728,7 @@ impl SendEnd for SendConnection {
                 (Memory::Host, host_drain::FAILED) => Err(Error::invalid_usage(
                     "host memory that CUDA has not page-locked cannot reach the peer's GPU",
                 )),
-                (Memory::Host, _) => control.trouble().map(|()| false),
+                (Memory::Host, _) => self.wait_for_drain(),
                 _ => self.stage(st, index, true, seq, request),
             },
             None => control.trouble().map(|()| false),
@@ -750,21 +770,8 @@ impl End for SendConnection {
                 });
             }
         }
-        if memory == Memory::Host
-            && control.engine.get().is_some()
-            && control
-                .host_drain
-                .compare_exchange(
-                    host_drain::NOT_ASKED,
-                    host_drain::ASKED,
-                    Ordering::AcqRel,
-                    Ordering::Acquire,
-                )
-                .is_ok()
-        {
-            control
-                .link
-                .send(&Message::WantHostDrain { conn: control.conn }, Vec::new());
+        if memory == Memory::Host && control.engine.get().is_some() {
+            control.ask_host_drain();
         }
         Ok(Region {
             addr,
