@@ -68,13 +68,15 @@ impl<E: End + ?Sized> Proxy<E> {
             Ok(None) => {
                 let n = self.polls.load(Ordering::Relaxed).wrapping_add(1);
                 self.polls.store(n, Ordering::Relaxed);
-                if n % POLLS_BETWEEN_CHECKS == 0 {
-                    self.end.check()?;
+                if n % POLLS_BETWEEN_CHECKS != 0 {
+                    return Ok(None);
                 }
-                return Ok(None);
+                match self.end.check() {
+                    Ok(()) => return Ok(None),
+                    Err(e) => Err(e),
+                }
             }
-            Ok(some) => Ok(some),
-            Err(e) => Err(e),
+            r => r,
         };
         self.free.fetch_or(1 << index, Ordering::Relaxed);
         r

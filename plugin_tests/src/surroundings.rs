@@ -42,6 +42,8 @@ impl Namespace {
 pub enum Mount {
     /// A tmpfs with that many bytes over a folder.
     Tmpfs(PathBuf, u64),
+    /// A tmpfs over a folder in which not one file has room.
+    Full(PathBuf),
     /// The folder as it is, but not to be written to.
     ReadOnly(PathBuf),
 }
@@ -173,6 +175,8 @@ impl Surroundings {
             Mount::Tmpfs(path, bytes) => {
                 io::Result::Ok((c_path(path)?, Some(text(&format!("size={bytes}"))?)))
             }
+            // The one inode is the folder's own.
+            Mount::Full(path) => Ok((c_path(path)?, Some(text("size=4096,nr_inodes=1")?))),
             Mount::ReadOnly(path) => Ok((c_path(path)?, None)),
         });
         Ok(Prepared {

@@ -165,6 +165,9 @@ fn attempt(ctx: &Ctx, link: &Link, buffers: &[Arc<Buffer>]) -> Result<Result<()>
     Ok(result)
 }
 
+/// How long a message may take, or the error in its place.
+const MOVE_LIMIT: Duration = Duration::from_secs(8);
+
 fn move_one(ctx: &Ctx, link: &Link, reg: &Registered, size: usize, message: usize) -> Result<()> {
     let key = Key {
         seed: 9,
@@ -175,11 +178,11 @@ fn move_one(ctx: &Ctx, link: &Link, reg: &Registered, size: usize, message: usiz
     if link.sends() {
         put(&reg.buffer, 0, size, key)?;
         let r = send(ctx, link, reg, 0, size, 0)?;
-        wait(ctx, "the send", r)?;
+        until(ctx, "the send", MOVE_LIMIT, |io| io.test(r))?;
         return Ok(());
     }
     let r = recv(ctx, link, reg, 0, size, 0)?;
-    let n = wait(ctx, "the receive", r)?;
+    let n = until(ctx, "the receive", MOVE_LIMIT, |io| io.test(r))?;
     ensure!(n == size, "test gave {n} bytes of {size}");
     verify(&reg.buffer, 0, size, key)
 }

@@ -146,7 +146,7 @@ pub struct ListenComm {
 /// One end of a connection, with its requests at an address that does not change.
 struct Endpoint<E: ?Sized + 'static> {
     requests: Box<[Tagged<Request>]>,
-    proxy: Box<Proxy<E>>,
+    proxy: Arc<Proxy<E>>,
     /// Keeps the link thread for as long as there is a connection.
     _service: Arc<Service>,
 }
@@ -214,8 +214,8 @@ impl<E: ?Sized> Endpoint<E> {
         service: Arc<Service>,
         owner: impl Fn(*const Proxy<E>) -> Owner,
     ) -> Self {
-        let proxy = Box::new(proxy);
-        let owner = owner(&*proxy);
+        let proxy = Arc::new(proxy);
+        let owner = owner(Arc::as_ptr(&proxy));
         let requests = (0..REQUESTS)
             .map(|index| Tagged::new(Request { owner, index }))
             .collect();
@@ -226,9 +226,19 @@ impl<E: ?Sized> Endpoint<E> {
         }
     }
 
+    fn close(&mut self) -> Result<()>
+    where
+        E: End,
+    {
+        Arc::get_mut(&mut self.proxy)
+            .ok_or_else(|| Error::internal("a comm is in use as it is closed"))?
+            .end_mut()
+            .close()
+    }
+
     /// Tells this end from every other that lives.
     fn address(&self) -> usize {
-        (&raw const *self.proxy).cast::<u8>() as usize
+        Arc::as_ptr(&self.proxy).cast::<u8>() as usize
     }
 
     /// Whether `region` was registered with this end.
@@ -249,6 +259,7 @@ fn foreign_region() -> Error {
 /// Starts to listen, and writes the handle that connectors need.
 pub fn listen(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<ListenComm> {
     check_device(dev)?;
+    prune_old();
     let listening = Listening::new()?;
     Handle {
         address: listening.address(),
@@ -282,14 +293,19 @@ fn prune(age: Duration) {
     drop(dead);
 }
 
+fn prune_old() {
+    prune(Duration::from_secs(
+        2 * config::current().connect_timeout_s + 60,
+    ));
+}
+
 /// Connects to the listener of `handle`, in as many calls as it takes; `None`: call again with the
 /// same handle, in which the attempt is noted.
 pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendComm>> {
     check_device(dev)?;
     let _relaxed = Relaxed::begin();
     let to = Handle::decode(handle)?;
-    let limit = Duration::from_secs(config::current().connect_timeout_s);
-    prune(2 * limit + Duration::from_secs(60));
+    prune_old();
     let tried = attempt(handle)?;
     let known = tried.and_then(|n| lock(&ATTEMPTS).as_mut()?.live.remove(&n));
     let mut connecting = match known {
@@ -431,7 +447,7 @@ pub fn iflush(_c: &RecvComm) -> Result<()> {
 #[inline]
 pub fn test(r: &Request) -> Result<Option<usize>> {
     match r.owner {
-        // SAFETY: the request lives in the pool of the comm that owns the proxy, in a box of its own;
+        // SAFETY: the request lives in the pool of the comm that owns the proxy, at an address of its own;
         // the caller's borrow of the request says that the comm has not been closed.
         Owner::Send(p) => unsafe { &*p }.test(r.index),
         // SAFETY: as above.
@@ -442,7 +458,7 @@ pub fn test(r: &Request) -> Result<Option<usize>> {
 /// Closes a sending end: waits, in bounded time, for the copies that it owns.
 pub fn close_send(mut c: SendComm) -> Result<()> {
     let _relaxed = Relaxed::begin();
-    let closed = c.0.proxy.end_mut().close();
+    let closed = c.0.close();
     drop(c);
     closed
 }
@@ -450,13 +466,14 @@ pub fn close_send(mut c: SendComm) -> Result<()> {
 /// Closes a receiving end: waits, in bounded time, until the sender writes to it no more.
 pub fn close_recv(mut c: RecvComm) -> Result<()> {
     let _relaxed = Relaxed::begin();
-    let closed = c.0.proxy.end_mut().close();
+    let closed = c.0.close();
     drop(c);
     closed
 }
 
 /// Closes a listener. Its accepted connections live on.
 pub fn close_listen(c: ListenComm) -> Result<()> {
+    prune_old();
     drop(c);
     Ok(())
 }

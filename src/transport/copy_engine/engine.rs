@@ -1,12 +1,11 @@
 //! One connection's use of a GPU: a context, a stream, and the driver's view of the shared memory.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::shm::{Shm, CONTROL_LEN};
-use super::steps::{reached, Shared};
 use crate::config::{self, ContextKind};
 use crate::cuda::{driver, Context, DevicePtr, Driver, Event, Relaxed, Stream};
 use crate::error::{Error, Result, ResultCode};
@@ -31,18 +30,31 @@ fn poisoned<T>(e: std::sync::PoisonError<T>) -> T {
     e.into_inner()
 }
 
-/// The contexts of `VCCL_CUDA_CONTEXT=private`, one for each device, for the life of the process:
-/// destroying one while the application exits is not worth its risks.
-fn private_context(driver: &Driver, ordinal: i32) -> Result<Context> {
-    static CONTEXTS: Mutex<Option<HashMap<i32, Context>>> = Mutex::new(None);
-    let mut all = CONTEXTS.lock().unwrap_or_else(poisoned);
+/// Contexts by device, each made once and kept for the life of the process: to destroy one while the
+/// application exits is not worth its risks.
+type Contexts = Mutex<Option<HashMap<i32, Context>>>;
+
+fn kept(all: &Contexts, ordinal: i32, make: impl FnOnce() -> Result<Context>) -> Result<Context> {
+    let mut all = all.lock().unwrap_or_else(poisoned);
     let all = all.get_or_insert_with(HashMap::new);
     if let Some(c) = all.get(&ordinal) {
         return Ok(*c);
     }
-    let c = driver.create_context(ordinal)?;
+    let c = make()?;
     all.insert(ordinal, c);
     Ok(c)
+}
+
+/// The context of `VCCL_CUDA_CONTEXT=private`.
+fn private_context(driver: &Driver, ordinal: i32) -> Result<Context> {
+    static CONTEXTS: Contexts = Mutex::new(None);
+    kept(&CONTEXTS, ordinal, || driver.create_context(ordinal))
+}
+
+/// The application's, for threads in which none is current.
+fn primary_context(driver: &Driver, ordinal: i32) -> Result<Context> {
+    static CONTEXTS: Contexts = Mutex::new(None);
+    kept(&CONTEXTS, ordinal, || driver.primary_context(ordinal))
 }
 
 impl Gpu {
@@ -64,7 +76,7 @@ impl Gpu {
         let driver = driver().map_err(|e| Error::new(ResultCode::UNHANDLED_CUDA, e))?;
         match driver.current_context()? {
             Some((context, o)) if o == ordinal => Gpu::with(driver, context, ordinal),
-            _ => Gpu::with(driver, driver.primary_context(ordinal)?, ordinal),
+            _ => Gpu::with(driver, primary_context(driver, ordinal)?, ordinal),
         }
     }
 
@@ -158,7 +170,9 @@ struct Registered {
     host: *mut u8,
     device: DevicePtr,
     /// Keeps the mapping until the driver has forgotten it.
-    _shm: Arc<Shm>,
+    shm: Arc<Shm>,
+    /// Set when copies may use the memory for ever.
+    abandoned: AtomicBool,
 }
 
 // SAFETY: an address that this value owns the registration of; it is not read through.
@@ -171,34 +185,28 @@ impl Registered {
         let _entered = gpu.driver.enter(gpu.context)?;
         debug_assert!(offset + len <= shm.bytes());
         let host = shm.base().wrapping_add(offset);
-        // SAFETY: the range lies in the mapping, which `_shm` keeps until after `drop`.
+        // SAFETY: the range lies in the mapping, which `shm` keeps until after `drop`.
         let device = unsafe { gpu.driver.register_host(host, len) }
             .map_err(|e| e.context("page-locking a connection's shared memory"))?;
         Ok(Registered {
             gpu: *gpu,
             host,
             device,
-            _shm: shm.clone(),
+            shm: shm.clone(),
+            abandoned: AtomicBool::new(false),
         })
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.gpu.driver.enter(self.gpu.context) {
-            // SAFETY: registered by `new`; who drops an engine has waited for its copies.
+        if *self.abandoned.get_mut() {
+            std::mem::forget(self.shm.clone());
+        } else if let Ok(_entered) = self.gpu.driver.enter(self.gpu.context) {
+            // SAFETY: registered by `new`; an engine drops it only when its copies are over.
             unsafe { self.gpu.driver.unregister_host(self.host) };
         }
     }
-}
-
-/// Which of the connection's two fence words an engine writes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum EndKind {
-    /// The sending end.
-    Sender,
-    /// The receiving end.
-    Receiver,
 }
 
 /// One end's engine.
@@ -211,8 +219,6 @@ pub struct Engine {
     ring: OnceLock<Registered>,
     ring_lock: Mutex<()>,
     shm: Arc<Shm>,
-    kind: EndKind,
-    fences: AtomicU32,
     fence_event: FenceEvent,
 }
 
@@ -231,9 +237,21 @@ impl Drop for FenceEvent {
     }
 }
 
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Mostly a look: who closes a connection has waited.
+        let deadline = Instant::now() + Duration::from_millis(200);
+        if !self.drain(deadline).unwrap_or(true) {
+            for r in [Some(&self.control), self.ring.get()].into_iter().flatten() {
+                r.abandoned.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
 impl Engine {
     /// Makes everything that the data path needs: stream, and the driver's view of the control part.
-    pub fn new(gpu: Gpu, shm: Arc<Shm>, kind: EndKind) -> Result<Engine> {
+    pub fn new(gpu: Gpu, shm: Arc<Shm>) -> Result<Engine> {
         let stream = take_stream(&gpu, config::current().streams)?;
         let control = Registered::new(&gpu, &shm, 0, CONTROL_LEN)?;
         let event = {
@@ -248,11 +266,12 @@ impl Engine {
             ring: OnceLock::new(),
             ring_lock: Mutex::new(()),
             shm,
-            kind,
-            fences: AtomicU32::new(0),
         };
-        // No attribute says whether streams can write values; the first write does.
-        engine.fence().map_err(|e| {
+        // No attribute says whether streams can write values; a write does.
+        let probe = engine.word(&engine.shm.shared().probe);
+        let _entered = gpu.driver.enter(gpu.context)?;
+        // SAFETY: the word lies in the registered control part, and nobody reads it.
+        unsafe { gpu.driver.write_value(probe, 1, engine.stream.stream) }.map_err(|e| {
             e.context(format!(
                 "GPU {}: the step counters need streams that write values to memory",
                 gpu.ordinal
@@ -313,40 +332,27 @@ impl Engine {
         unsafe { d.write_value(self.word(word), value, self.stream.stream) }
     }
 
-    fn fence_word<'a>(&self, shared: &'a Shared) -> &'a AtomicU32 {
-        match self.kind {
-            EndKind::Sender => &shared.sender_fence,
-            EndKind::Receiver => &shared.receiver_fence,
-        }
-    }
-
-    /// Enqueues a fence behind all copies so far: its number for [`Engine::passed`].
-    pub fn fence(&self) -> Result<u32> {
-        let n = self.fences.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+    /// Puts a fence behind all copies so far, for [`Engine::passed`]. A later fence takes its place, which
+    /// only makes the wait longer.
+    pub fn fence(&self) -> Result<()> {
         let d = self.gpu.driver;
         let _entered = d.enter(self.gpu.context)?;
-        let word = self.word(self.fence_word(self.shm.shared()));
-        // SAFETY: the word lies in the registered control part, which the engine keeps.
-        unsafe { d.write_value(word, n, self.stream.stream)? };
-        // The word is seen a moment before the stream is done with writing it: who unmaps what the
-        // word lies in needs the event. A later fence moves it, which only makes the wait longer.
-        d.record_event(self.fence_event.event, self.stream.stream)?;
-        Ok(n)
+        // An event and not a word in shared memory: the word is seen a moment before the stream is done
+        // with writing it, and the peer can write it too.
+        d.record_event(self.fence_event.event, self.stream.stream)
     }
 
-    /// Whether the stream has passed fence `n`; an error says that a copy failed.
-    pub fn passed(&self, n: u32) -> Result<bool> {
-        let word = self.fence_word(self.shm.shared());
+    /// Whether the stream has passed the latest fence; an error says that a copy failed.
+    pub fn passed(&self) -> Result<bool> {
         let _entered = self.gpu.driver.enter(self.gpu.context)?;
-        let over = self.gpu.driver.event_passed(self.fence_event.event)?;
-        Ok(over && reached(word.load(Ordering::Acquire), n))
+        self.gpu.driver.event_passed(self.fence_event.event)
     }
 
     /// Waits until all copies so far are over: `false` when they are not by `deadline`.
     pub fn drain(&self, deadline: Instant) -> Result<bool> {
-        let n = self.fence()?;
+        self.fence()?;
         loop {
-            if self.passed(n)? {
+            if self.passed()? {
                 return Ok(true);
             }
             if Instant::now() >= deadline {

@@ -25,33 +25,39 @@ impl Exports {
             }
         }
         // One packet at a time: a large export has more allocations than the process may have open
-        // files. An error leaves an offer half made, under a number that no region will name.
+        // files.
         let id = self.next;
         self.next += 1;
         for offer in e.offers() {
-            let (kind, fds) = offer?;
-            link.send(
-                &Message::Export {
-                    export: id,
-                    uuid,
-                    kind,
-                },
-                fds,
-            );
+            match offer {
+                Ok((kind, fds)) => {
+                    let m = Message::Export {
+                        export: id,
+                        uuid,
+                        kind,
+                    };
+                    link.send(&m, fds);
+                }
+                Err(e) => {
+                    link.send(&Message::Withdraw { export: id }, Vec::new());
+                    return Err(e);
+                }
+            }
         }
         self.by_identity.insert(e.identity.clone(), id);
         self.live.insert(id, (e, 1));
         Ok(id)
     }
 
-    /// One user less. The peer unmaps the export when it has dropped its last region: the caller sends
-    /// that message while it holds this cache, so that what is offered later is a new export.
-    pub fn withdraw(&mut self, id: u64) {
+    /// One user less; the last one's leaving withdraws the offer. The caller sends the message that ends
+    /// the use while it holds this cache, so that what is offered later is a new export.
+    pub fn withdraw(&mut self, link: &Link, id: u64) {
         if let Some((e, users)) = self.live.get_mut(&id) {
             *users -= 1;
             if *users == 0 {
                 self.by_identity.remove(&e.identity);
                 self.live.remove(&id);
+                link.send(&Message::Withdraw { export: id }, Vec::new());
             }
         }
     }

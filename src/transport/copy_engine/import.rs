@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::engine::Gpu;
 use super::wire::ExportKind;
 use crate::config;
-use crate::cuda::{AllocationHandle, DevicePtr, Driver};
+use crate::cuda::{driver, AllocationHandle, DevicePtr, Driver, IpcHandle};
 use crate::error::{Error, Result};
 
 /// Mappings of this process, over all links.
@@ -21,7 +21,6 @@ pub fn mappings() -> usize {
 #[derive(Debug)]
 enum Parts {
     Vmm {
-        fds: Vec<(u64, OwnedFd)>,
         handles: Vec<(u64, AllocationHandle)>,
         total: u32,
     },
@@ -85,11 +84,20 @@ struct Import {
     /// The GPUs of this process that may use the first mapping of VMM memory.
     allowed: Vec<i32>,
     refs: usize,
+    withdrawn: bool,
+    /// Copies may use its mappings for ever.
+    pinned: bool,
+    /// Why it cannot be mapped.
+    broken: Option<String>,
     driver: Option<&'static Driver>,
 }
 
 impl Drop for Import {
     fn drop(&mut self) {
+        if self.pinned {
+            std::mem::forget(std::mem::take(&mut self.mappings));
+            return;
+        }
         self.mappings.clear();
         if let (Parts::Vmm { handles, .. }, Some(driver)) = (&self.parts, self.driver) {
             for (_, h) in handles {
@@ -117,51 +125,76 @@ pub struct Imports {
 }
 
 impl Imports {
-    /// Notes an offer, or a further part of one.
+    /// Notes an offer, or a further part of one. Descriptors are imported and closed at once: a large
+    /// allocation has more of them than a process may have open. `cut`: some did not arrive.
     pub fn offered(
         &mut self,
         export: u64,
         uuid: [u8; 16],
         kind: ExportKind,
         fds: Vec<OwnedFd>,
+        cut: bool,
     ) -> Result<()> {
-        let parts = match kind {
+        let (sizes, fresh) = match kind {
             ExportKind::Vmm { sizes, total } => {
-                let new: Vec<_> = sizes.into_iter().zip(fds).collect();
-                if let Some(Import {
-                    parts: Parts::Vmm { fds, total: t, .. },
-                    ..
-                }) = self.all.get_mut(&export)
-                {
-                    if *t != total || fds.len() + new.len() > total as usize {
-                        return Err(Error::remote(
-                            "the peer offered more allocations than it announced",
-                        ));
-                    }
-                    fds.extend(new);
-                    return Ok(());
-                }
-                Parts::Vmm {
-                    fds: new,
-                    handles: Vec::new(),
-                    total,
-                }
+                let handles = Vec::new();
+                (sizes, Parts::Vmm { handles, total })
             }
-            ExportKind::Ipc { handle, base, size } => Parts::Ipc { handle, base, size },
+            ExportKind::Ipc { handle, base, size } => {
+                if self.all.contains_key(&export) {
+                    return Err(Error::remote("the peer offered one allocation twice"));
+                }
+                (Vec::new(), Parts::Ipc { handle, base, size })
+            }
         };
-        if self.all.contains_key(&export) {
-            return Err(Error::remote("the peer offered one allocation twice"));
-        }
-        let import = Import {
+        let import = self.all.entry(export).or_insert_with(|| Import {
             uuid,
-            parts,
+            parts: fresh,
             mappings: Vec::new(),
             allowed: Vec::new(),
             refs: 0,
-            driver: None,
+            withdrawn: false,
+            pinned: false,
+            broken: None,
+            driver: driver().ok(),
+        });
+        let Parts::Vmm { handles, total } = &mut import.parts else {
+            return Ok(());
         };
-        self.all.insert(export, import);
+        if handles.len() + sizes.len() > *total as usize || import.refs > 0 {
+            return Err(Error::remote(
+                "the peer offered more allocations than it announced",
+            ));
+        }
+        if cut {
+            import.broken = Some(
+                "its descriptors did not all arrive: this process is at its limit of open files \
+                 (ulimit -n)"
+                    .into(),
+            );
+            return Ok(());
+        }
+        let Some(driver) = import.driver else {
+            import.broken = Some("this process has no CUDA driver".into());
+            return Ok(());
+        };
+        for (size, fd) in sizes.into_iter().zip(fds) {
+            match driver.import_allocation(fd.as_fd()) {
+                Ok(h) => handles.push((size, h)),
+                Err(e) => import.broken = Some(e.text().to_string()),
+            }
+        }
         Ok(())
+    }
+
+    /// The peer will name the export no more.
+    pub fn withdrawn(&mut self, export: u64) {
+        if let Some(i) = self.all.get_mut(&export) {
+            i.withdrawn = true;
+            if i.refs == 0 {
+                self.all.remove(&export);
+            }
+        }
     }
 
     /// Maps an export for `gpu`, if it is not mapped yet, and counts one more user of it.
@@ -170,34 +203,37 @@ impl Imports {
             .all
             .get_mut(&export)
             .ok_or_else(|| Error::remote("the peer names an allocation that it has not offered"))?;
-        import.driver = Some(gpu.driver);
+        if let Some(why) = &import.broken {
+            return Err(Error::remote(why.clone()));
+        }
         let reached = import.map(gpu, same_process)?;
         import.refs += 1;
         Ok(reached)
     }
 
-    /// One user less; the last one's leaving unmaps. The caller has waited for all its copies.
+    /// One user less; the last one's leaving unmaps. The caller has waited for all its copies. The
+    /// allocation itself is kept until the peer withdraws it.
     pub fn leave(&mut self, export: u64) {
         if let Some(i) = self.all.get_mut(&export) {
             i.refs = i.refs.saturating_sub(1);
             if i.refs == 0 {
-                self.all.remove(&export);
+                if !i.pinned {
+                    i.mappings.clear();
+                    i.allowed.clear();
+                }
+                if i.withdrawn {
+                    self.all.remove(&export);
+                }
             }
         }
     }
 
-    /// Forgets an export that could not be mapped, unless somebody else uses it.
-    pub fn leave_if_unused(&mut self, export: u64) {
-        if self.all.get(&export).is_some_and(|i| i.refs == 0) {
-            self.all.remove(&export);
-        }
-    }
-
-    /// Lets go of an export without unmapping it: copies of ours still use it, and may for ever.
+    /// One user less, but copies of its may go on for ever: the export stays mapped for good.
     pub fn abandon(&mut self, export: u64) {
-        if let Some(i) = self.all.remove(&export) {
-            std::mem::forget(i);
+        if let Some(i) = self.all.get_mut(&export) {
+            i.pinned = true;
         }
+        self.leave(export);
     }
 }
 
@@ -218,15 +254,7 @@ impl Import {
             }
         };
         match &mut self.parts {
-            Parts::Vmm {
-                fds,
-                handles,
-                total,
-            } => {
-                // Each descriptor is closed once it is imported.
-                for (size, fd) in fds.drain(..) {
-                    handles.push((size, d.import_allocation(fd.as_fd())?));
-                }
+            Parts::Vmm { handles, total } => {
                 if handles.len() != *total as usize {
                     return Err(Error::remote(format!(
                         "the peer offered {} of {total} allocations",
@@ -297,10 +325,7 @@ impl Import {
                     own_process(gpu, base).inspect_err(undo)?;
                     (base, MappingKind::Own)
                 } else {
-                    let opened = d
-                        .enter(gpu.context)
-                        .and_then(|_e| d.ipc_open(handle))
-                        .inspect_err(undo)?;
+                    let opened = open_ipc(gpu, handle, len).inspect_err(undo)?;
                     (opened, MappingKind::Ipc)
                 };
                 self.mappings.push(Mapping {
@@ -315,6 +340,23 @@ impl Import {
                     same_gpu,
                 })
             }
+        }
+    }
+}
+
+/// Opens a peer's cudaMalloc allocation, which must be as large as the peer says.
+fn open_ipc(gpu: &Gpu, handle: &IpcHandle, len: u64) -> Result<DevicePtr> {
+    let d = gpu.driver;
+    let _entered = d.enter(gpu.context)?;
+    let addr = d.ipc_open(handle)?;
+    match d.address_range(addr) {
+        Ok((base, size)) if base == addr && size as u64 >= len => Ok(addr),
+        found => {
+            // SAFETY: opened just now, and used by nobody.
+            unsafe { d.ipc_close(addr) };
+            Err(found.err().unwrap_or_else(|| {
+                Error::remote("the peer's allocation is not as large as it says")
+            }))
         }
     }
 }

@@ -7,6 +7,7 @@
 //!
 //! The thread exists while the process has a listener or a connection.
 
+use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -50,6 +51,10 @@ pub fn random() -> Nonce {
         }
     }
     n
+}
+
+thread_local! {
+    static ON_LINK_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -163,18 +168,31 @@ impl Link {
 
     /// Until when close and deregMr may wait for this peer, from now on. One that let a wait run out is
     /// not waited for at length again before it says something: many connections close in turn.
-    pub fn close_deadline(&self) -> Instant {
-        let full = Duration::from_millis(config::current().close_timeout_ms);
-        let short = Duration::from_millis(5);
-        Instant::now()
-            + if self.slow.load(Ordering::Relaxed) {
-                short.min(full)
-            } else {
-                full
-            }
+    pub fn peer_deadline(&self) -> Instant {
+        let full = close_deadline();
+        if self.slow.load(Ordering::Relaxed) {
+            full.min(Instant::now() + Duration::from_millis(5))
+        } else {
+            full
+        }
     }
 
-    /// A wait for the peer, or for copies to it, ran out.
+    /// Whether the peer process has ended, as far as that can be seen. A system call.
+    pub fn process_is_over(&self) -> bool {
+        use nix::poll::{poll, PollFd, PollFlags, PollTimeout};
+        if self.same_process {
+            return false;
+        }
+        match &self.process {
+            Some(p) => {
+                let mut fds = [PollFd::new(p.as_fd(), PollFlags::POLLIN)];
+                matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+            }
+            None => true,
+        }
+    }
+
+    /// A wait for the peer ran out.
     pub fn waited_in_vain(&self) {
         self.slow.store(true, Ordering::Relaxed);
     }
@@ -239,8 +257,10 @@ impl Link {
                 // Too many descriptors in flight, or no memory: the peer will take some.
                 Err(Errno::ETOOMANYREFS | Errno::ENOBUFS | Errno::ENOMEM) => {
                     if let Some(inner) = self.inner.upgrade() {
-                        inner.retry.store(true, Ordering::Release);
-                        inner.wake();
+                        // The link thread looks at the flag by itself before it sleeps.
+                        if !inner.retry.swap(true, Ordering::AcqRel) && !ON_LINK_THREAD.get() {
+                            inner.wake();
+                        }
                     }
                     return;
                 }
@@ -287,15 +307,8 @@ impl Link {
         if n == 0 {
             return Received::End("it has ended, or closed its side".into());
         }
-        if cut {
-            return Received::End(
-                "a message of its could not be received whole; is this process at its limit of open \
-                 files (ulimit -n)?"
-                    .into(),
-            );
-        }
         match Message::decode(&packet[..n]) {
-            Some(m) if m.fits_descriptors(fds.len()) => Received::Message(m, fds),
+            Some(m) if cut || m.fits_descriptors(fds.len()) => Received::Message(m, fds, cut),
             _ => Received::End("it sent a message that is none of vccl's".into()),
         }
     }
@@ -320,6 +333,9 @@ impl Link {
         for r in lock(&self.recvs).values().filter_map(Weak::upgrade) {
             r.wake();
         }
+        for s in lock(&self.sends).values().filter_map(Weak::upgrade) {
+            s.stop();
+        }
     }
 
     fn send_control(&self, conn: u64) -> Option<Arc<SendControl>> {
@@ -331,7 +347,13 @@ impl Link {
     }
 
     /// Acts on a message. An error ends the link.
-    fn handle(self: &Arc<Link>, inner: &Inner, m: Message, fds: Vec<OwnedFd>) -> Result<()> {
+    fn handle(
+        self: &Arc<Link>,
+        inner: &Inner,
+        m: Message,
+        fds: Vec<OwnedFd>,
+        cut: bool,
+    ) -> Result<()> {
         if let Message::Hello {
             version,
             target,
@@ -347,14 +369,13 @@ impl Link {
             return Err(Error::remote("it sent a message before its greeting"));
         }
         if self.outgoing {
-            self.handle_as_sender(inner, m, fds)
+            self.handle_as_sender(inner, m, fds, cut)
         } else {
             self.handle_as_receiver(inner, m, fds)
         }
     }
 
     fn greeting(&self, inner: &Inner, version: u32, target: &Nonce, source: &Nonce) -> Result<()> {
-        let ours = nix::unistd::geteuid().as_raw();
         let refusal = if version != PROTOCOL {
             format!(
                 "vccl of another version: this side speaks protocol {PROTOCOL}, the other {version}; \
@@ -362,11 +383,6 @@ impl Link {
             )
         } else if *target != inner.nonce {
             "the handle belongs to another process".to_string()
-        } else if self.peer.uid != ours && self.peer.uid != 0 && ours != 0 {
-            format!(
-                "user {} connects to a process of user {ours}; ranks of one job run as one user",
-                self.peer.uid
-            )
         } else {
             if source == &inner.nonce && !self.same_process {
                 return Err(Error::remote("it claims to be this process"));
@@ -389,6 +405,7 @@ impl Link {
         inner: &Inner,
         m: Message,
         fds: Vec<OwnedFd>,
+        cut: bool,
     ) -> Result<()> {
         match m {
             Message::Welcome => {}
@@ -404,8 +421,9 @@ impl Link {
                 }
             }
             Message::Export { export, uuid, kind } => {
-                lock(&self.imports).offered(export, uuid, kind, fds)?;
+                lock(&self.imports).offered(export, uuid, kind, fds, cut)?;
             }
+            Message::Withdraw { export } => lock(&self.imports).withdrawn(export),
             Message::Region {
                 conn,
                 region,
@@ -527,9 +545,7 @@ impl Link {
         let listener = lock(&inner.listeners)
             .get(&listener)
             .cloned()
-            .ok_or_else(|| {
-                Error::remote("nobody listens on this handle any more: it was closed")
-            })?;
+            .ok_or_else(closed)?;
         if listener.secret != *secret {
             return Err(Error::remote("the handle's secret is wrong"));
         }
@@ -538,8 +554,12 @@ impl Link {
                 "chunks of {host_chunk} bytes are not possible"
             )));
         }
-        let [fd] = <[OwnedFd; 1]>::try_from(fds)
-            .map_err(|_| Error::remote("no shared memory was sent"))?;
+        let [fd] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| {
+            Error::remote(
+                "the connection's shared memory did not arrive: the listening process is at its limit \
+                 of open files (ulimit -n)",
+            )
+        })?;
         let shm = Shm::open(fd.as_fd(), host_chunk as usize)?;
         let control = Arc::new(RecvControl::new(self.clone(), conn, Arc::new(shm), first));
         {
@@ -549,13 +569,30 @@ impl Link {
             }
             recvs.insert(conn, Arc::downgrade(&control));
         }
-        lock(&listener.waiting).push_back(Accepted { control });
+        match lock(&listener.waiting).as_mut() {
+            Some(waiting) => waiting.push_back(Accepted { control }),
+            None => {
+                self.detach_recv(conn);
+                return Err(closed());
+            }
+        }
         Ok(())
     }
 }
 
+/// Whether a process of that user may be a rank of this job: ours, or the superuser's.
+fn same_user(uid: u32) -> bool {
+    let ours = nix::unistd::geteuid().as_raw();
+    uid == ours || uid == 0 || ours == 0
+}
+
+fn closed() -> Error {
+    Error::remote("nobody listens on this handle any more: it was closed")
+}
+
 enum Received {
-    Message(Message, Vec<OwnedFd>),
+    /// With its descriptors, and whether some of them did not arrive.
+    Message(Message, Vec<OwnedFd>, bool),
     Nothing,
     Again,
     End(String),
@@ -593,8 +630,8 @@ pub struct Listener {
     pub id: u64,
     /// Proof of holding the handle.
     pub secret: Nonce,
-    /// Connections that wait for accept.
-    pub waiting: Mutex<VecDeque<Accepted>>,
+    /// Connections that wait for accept; `None` once the listener is closed.
+    pub waiting: Mutex<Option<VecDeque<Accepted>>>,
 }
 
 /// Work of the service thread that waits for something: `Ok(true)` when it is over.
@@ -643,7 +680,9 @@ impl Inner {
     fn run_chores(&self) -> bool {
         let mut chores = std::mem::take(&mut *lock(&self.chores));
         chores.retain_mut(|c| {
-            let over = (c.step)();
+            // A step that panics is over: its answer must not be waited for in vain.
+            let step = std::panic::AssertUnwindSafe(|| (c.step)());
+            let over = std::panic::catch_unwind(step).unwrap_or(true);
             if over {
                 c.link.send(&c.answer, Vec::new());
             }
@@ -661,8 +700,14 @@ impl Inner {
                 Ok(raw) => {
                     // SAFETY: the kernel has just made the descriptor for us.
                     let fd = unsafe { OwnedFd::from_raw_fd(raw) };
-                    let own = getsockopt(&fd, sockopt::PeerCredentials)
-                        .is_ok_and(|c| c.pid() == std::process::id() as i32);
+                    let Ok(cred) = getsockopt(&fd, sockopt::PeerCredentials) else {
+                        continue;
+                    };
+                    if !same_user(cred.uid()) {
+                        // Said by closing; the other side knows the cause.
+                        continue;
+                    }
+                    let own = cred.pid() == std::process::id() as i32;
                     match Link::new(self, fd, false, own) {
                         // What came before it was watched gives an edge as well.
                         Ok(_) => {}
@@ -695,9 +740,9 @@ impl Inner {
                 Received::Nothing => return,
                 Received::Again => {}
                 Received::End(why) => return link.die(&why),
-                Received::Message(m, fds) => {
+                Received::Message(m, fds, cut) => {
                     link.slow.store(false, Ordering::Relaxed);
-                    if let Err(e) = link.handle(self, m, fds) {
+                    if let Err(e) = link.handle(self, m, fds, cut) {
                         return link.die(e.text());
                     }
                 }
@@ -823,6 +868,7 @@ impl Service {
                 .name("vccl-link".into())
                 .spawn(move || {
                     let _relaxed = Relaxed::begin();
+                    ON_LINK_THREAD.set(true);
                     // A panic must not leave connections waiting for ever.
                     while std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| shared.serve()))
                         .is_err()
@@ -854,7 +900,7 @@ impl Service {
         let l = Arc::new(Listener {
             id: self.inner.next_id.fetch_add(1, Ordering::Relaxed),
             secret: random(),
-            waiting: Mutex::default(),
+            waiting: Mutex::new(Some(VecDeque::new())),
         });
         lock(&self.inner.listeners).insert(l.id, l.clone());
         l
@@ -863,7 +909,7 @@ impl Service {
     /// Ends a listener; gives the connections that nobody accepted.
     pub fn unlisten(&self, l: &Listener) -> VecDeque<Accepted> {
         lock(&self.inner.listeners).remove(&l.id);
-        std::mem::take(&mut *lock(&l.waiting))
+        lock(&l.waiting).take().unwrap_or_default()
     }
 
     /// The link to the process `peer`; connects if there is none. `None`: the peer has too many
@@ -883,6 +929,15 @@ impl Service {
                 return Err(Error::remote("its Unix socket cannot be reached"))
             }
             Err(e) => return Err(Error::system("connecting to the peer's Unix socket", e)),
+        }
+        let cred = getsockopt(&fd, sockopt::PeerCredentials)
+            .map_err(|e| Error::system("reading the credentials of a peer process", e))?;
+        if !same_user(cred.uid()) {
+            return Err(Error::remote(format!(
+                "its process runs as user {}, this one as user {}: the ranks of a job run as one user",
+                cred.uid(),
+                nix::unistd::geteuid()
+            )));
         }
         let link = Link::new(&self.inner, fd, true, *peer == self.inner.nonce)?;
         let hello = Message::Hello {
@@ -929,4 +984,9 @@ fn without_signals<T>(f: impl FnOnce() -> T) -> T {
         let _ = pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&old), None);
     }
     r
+}
+
+/// Until when close and deregMr may wait for copies of this process, from now on.
+pub fn close_deadline() -> Instant {
+    Instant::now() + Duration::from_millis(config::current().close_timeout_ms)
 }

@@ -69,6 +69,7 @@ impl Listening {
             .waiting
             .lock()
             .unwrap_or_else(|e| e.into_inner())
+            .as_mut()?
             .pop_front()?;
         Some((self.service.clone(), RecvConnection::new(accepted)))
     }
@@ -120,6 +121,7 @@ impl Connecting {
             match control.phase() {
                 Phase::Connected => {
                     let c = SendConnection::new(control.clone());
+                    self.asked = None;
                     return Ok(Some((self.service.clone(), c)));
                 }
                 Phase::Refused(why) => return Err(Error::remote(why)),
@@ -133,6 +135,15 @@ impl Connecting {
             )));
         }
         Ok(None)
+    }
+}
+
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        // Given up: whoever accepted it shall not wait.
+        if let Some((_, control)) = self.asked.take() {
+            control.give_up();
+        }
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::engine::{EndKind, Engine, Gpu};
-use super::link::Link;
+use super::engine::{Engine, Gpu};
+use super::link::{close_deadline, Link};
 use super::memory::{classify, Exportable};
 use super::regions::MAX_REGIONS;
 use super::ring::{Drainer, Filled};
@@ -34,6 +34,8 @@ struct Request {
     len: u64,
     addr: u64,
     memory: Memory,
+    /// The registration that it receives into.
+    region: u32,
     /// Bytes that came through a ring.
     drained: u64,
     /// Bytes of the message, once its first chunk has said so.
@@ -50,6 +52,7 @@ const NO_REQUEST: Request = Request {
     len: 0,
     addr: 0,
     memory: Memory::Host,
+    region: 0,
     drained: 0,
     total: 0,
     staged: false,
@@ -211,9 +214,7 @@ impl RecvControl {
     fn ensure_engine(&self, gpu: impl FnOnce() -> Result<Gpu>) -> Result<&Engine> {
         let _making = lock(&self.making);
         if self.engine.get().is_none() {
-            let _ = self
-                .engine
-                .set(Engine::new(gpu()?, self.shm.clone(), EndKind::Receiver)?);
+            let _ = self.engine.set(Engine::new(gpu()?, self.shm.clone())?);
         }
         Ok(self.engine.get().expect("set above"))
     }
@@ -277,8 +278,12 @@ impl RecvControl {
                 _ => return,
             }
         };
+        // Whatever comes of it, that target is over.
+        if let Some(r) = lock(&self.book).regions.get_mut(&region) {
+            r.target = Target::HostRing;
+        }
         if let Target::Mapped { export, .. } = target {
-            exports.withdraw(export);
+            exports.withdraw(&self.link, export);
         }
         let next = match (target, memory) {
             (Target::HostRing, _) => Err(Error::remote(why)),
@@ -298,8 +303,7 @@ impl RecvControl {
         let mut book = lock(&self.book);
         match next {
             Ok(()) => {
-                if let Some(r) = book.regions.get_mut(&region) {
-                    r.target = Target::HostRing;
+                if book.regions.contains_key(&region) {
                     let m = Message::Region {
                         conn: self.conn,
                         region,
@@ -324,7 +328,8 @@ impl RecvControl {
     /// The peer writes to the region no more.
     pub fn region_dropped(&self, region: u32) {
         let mut book = lock(&self.book);
-        if book.regions.remove(&region).is_some() {
+        if book.regions.get(&region).is_some_and(|r| r.dropped) {
+            book.regions.remove(&region);
             book.free.push(region);
         }
         self.changed.notify_all();
@@ -336,13 +341,15 @@ impl RecvControl {
         self.changed.notify_all();
     }
 
-    /// Whether the sender may still write.
+    /// Whether the sender may still write. A link can die while the process behind it lives.
     fn sender_may_write(&self) -> bool {
-        !self.link.is_dead() && self.shared().sender.load(Ordering::Acquire) != side::CLOSED
+        self.shared().sender.load(Ordering::Acquire) != side::CLOSED
+            && !(self.link.is_dead() && self.link.process_is_over())
     }
 
-    /// Waits until `over`, or the sender can write no more, or the deadline.
-    fn wait(&self, deadline: Instant, over: impl Fn(&Book) -> bool) -> bool {
+    /// Waits until `over`, or the sender can write no more: `false` when that takes too long.
+    fn wait(&self, over: impl Fn(&Book) -> bool) -> bool {
+        let deadline = self.link.peer_deadline();
         let mut book = lock(&self.book);
         loop {
             if over(&book) || !self.sender_may_write() {
@@ -426,7 +433,8 @@ impl RecvControl {
         if r.seq != f.seq {
             return Err(bad("is for no posted receive"));
         }
-        if f.total > r.len
+        if f.len == 0
+            || f.total > r.len
             || f.offset != r.drained
             || f.len as u64 > chunk
             || f.len as u64 > f.total - f.offset
@@ -573,14 +581,18 @@ impl RecvConnection {
         let found = Exportable::find(addr, len)?;
         // Held until the region is announced: see `Exports::withdraw`.
         let mut exports = lock(&control.link.exports);
-        let target = match found {
+        let offered = match found {
             Ok(e) => {
                 let offset = addr - e.base;
-                Target::Mapped {
-                    export: exports.offer(&control.link, e, gpu.uuid)?,
-                    offset,
-                }
+                exports
+                    .offer(&control.link, e, gpu.uuid)
+                    .map(|export| Target::Mapped { export, offset })
+                    .map_err(|e| e.text().to_string())
             }
+            Err(why) => Err(why),
+        };
+        let target = match offered {
+            Ok(target) => target,
             Err(why) => match control.ensure_ring(&mut exports, ordinal) {
                 Ok(ring) => {
                     telemetry::warn_once(&telemetry::DEVICE_RING, || {
@@ -614,7 +626,16 @@ impl RecvConnection {
         drop(exports);
         // After the region is in the book: `prepare_host_drain` looks there after it has set this.
         if control.drain_wanted.load(Ordering::SeqCst) {
-            control.ensure_engine(|| Ok(gpu))?.register_ring()?;
+            let ready = control
+                .ensure_engine(|| Ok(gpu))
+                .and_then(Engine::register_ring);
+            if let Err(e) = ready {
+                let m = Message::HostDrainFailed {
+                    conn: control.conn,
+                    text: e.text().to_string(),
+                };
+                control.link.send(&m, Vec::new());
+            }
         }
         Ok(())
     }
@@ -686,13 +707,13 @@ impl End for RecvConnection {
 
     fn deregister(&self, region: Region) -> Result<()> {
         let control = &*self.control;
-        let deadline = control.link.close_deadline();
+        let deadline = close_deadline();
         if let Some(mut st) = control.gate.enter_by(deadline) {
             let mut cancelled = 0;
             for r in st
                 .requests
                 .iter_mut()
-                .filter(|r| r.live && region.holds(r.addr, r.len))
+                .filter(|r| r.live && r.region == region.id)
             {
                 r.cancelled = true;
                 cancelled += 1;
@@ -704,7 +725,14 @@ impl End for RecvConnection {
             }
         }
         if let (Some(engine), Memory::Device(_)) = (control.engine.get(), region.memory) {
-            engine.drain(deadline).unwrap_or(true);
+            if !engine.drain(deadline).unwrap_or(true) {
+                log::warn!(
+                    "{}: copies into {} are still in flight after {} ms, as its registration ends",
+                    control.describe(),
+                    region.memory,
+                    config::current().close_timeout_ms
+                );
+            }
         }
         {
             let mut exports = lock(&control.link.exports);
@@ -714,11 +742,7 @@ impl End for RecvConnection {
             };
             record.dropped = true;
             if let Target::Mapped { export, .. } = record.target {
-                exports.withdraw(export);
-            }
-            if control.link.is_dead() {
-                book.regions.remove(&region.id);
-                return Ok(());
+                exports.withdraw(&control.link, export);
             }
             let m = Message::Drop {
                 conn: control.conn,
@@ -726,14 +750,13 @@ impl End for RecvConnection {
             };
             control.link.send(&m, Vec::new());
         }
-        if !control.wait(deadline, |book| !book.regions.contains_key(&region.id)) {
+        if !control.wait(|book| !book.regions.contains_key(&region.id)) {
             control.link.waited_in_vain();
             log::warn!(
-                "{}: the sender has not let go of a region of {} bytes after {} ms; is it stopped, or \
-                 does a copy hang?",
+                "{}: the sender has not let go of a region of {} bytes in time (VCCL_CLOSE_TIMEOUT); is it \
+                 stopped, or does a copy hang?",
                 control.describe(),
-                region.len,
-                config::current().close_timeout_ms
+                region.len
             );
         }
         Ok(())
@@ -768,44 +791,41 @@ impl End for RecvConnection {
             return Ok(());
         }
         let control = &self.control;
-        let deadline = control.link.close_deadline();
+        let deadline = close_deadline();
         control
             .shared()
             .receiver
             .store(side::CLOSED, Ordering::Release);
-        let mut quiet = true;
-        if control.sender_may_write() {
+        {
+            // Under one lock: what is offered from here on is a new export.
+            let mut exports = lock(&control.link.exports);
+            let mut book = lock(&control.book);
             control
                 .link
                 .send(&Message::Close { conn: control.conn }, Vec::new());
-            quiet = control.wait(deadline, |book| book.close_acknowledged);
-            if !quiet {
-                control.link.waited_in_vain();
-                log::warn!(
-                    "{}: the sender has not let go of the connection after {} ms; is it stopped, or \
-                     does a copy hang?",
-                    control.describe(),
-                    config::current().close_timeout_ms
-                );
+            for (_, r) in book.regions.drain() {
+                if let (Target::Mapped { export, .. }, false) = (r.target, r.dropped) {
+                    exports.withdraw(&control.link, export);
+                }
             }
+            if let Some(ring) = control.ring.get() {
+                exports.withdraw(&control.link, ring.export);
+            }
+        }
+        let mut quiet = control.wait(|book| book.close_acknowledged);
+        if !quiet {
+            control.link.waited_in_vain();
+            log::warn!(
+                "{}: the sender has not let go of the connection in time (VCCL_CLOSE_TIMEOUT); is it \
+                 stopped, or does a copy hang?",
+                control.describe()
+            );
         }
         quiet &= control
             .engine
             .get()
             .is_none_or(|e| e.drain(deadline).unwrap_or(true));
         control.link.detach_recv(control.conn);
-        {
-            let mut exports = lock(&control.link.exports);
-            let mut book = lock(&control.book);
-            for (_, r) in book.regions.drain() {
-                if let (Target::Mapped { export, .. }, false) = (r.target, r.dropped) {
-                    exports.withdraw(export);
-                }
-            }
-            if let Some(ring) = control.ring.get() {
-                exports.withdraw(ring.export);
-            }
-        }
         if !quiet {
             // A copy may yet write to our ring, or our stream to the shared memory.
             std::mem::forget(control.clone());
@@ -915,6 +935,7 @@ impl RecvEnd for RecvConnection {
             len,
             addr,
             memory: region.memory,
+            region: region.id,
             ..NO_REQUEST
         };
         st.next = seq.wrapping_add(1);

@@ -5,8 +5,8 @@ use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-use super::engine::{EndKind, Engine, Gpu};
-use super::link::{Link, Step};
+use super::engine::{Engine, Gpu};
+use super::link::{close_deadline, Link, Step};
 use super::memory::classify;
 use super::regions::{Reach, Regions};
 use super::ring::Filler;
@@ -52,6 +52,8 @@ struct Request {
     len: u64,
     addr: u64,
     memory: Memory,
+    /// Number of the registration that it sends out of.
+    region: u32,
     filled: u64,
     last_fill: u32,
     /// When the copy had been enqueued, if stages are measured.
@@ -64,6 +66,7 @@ const NO_REQUEST: Request = Request {
     len: 0,
     addr: 0,
     memory: Memory::Host,
+    region: 0,
     filled: 0,
     last_fill: 0,
     enqueued: None,
@@ -139,6 +142,8 @@ pub struct SendControl {
     host_ring_used: AtomicBool,
     host_drain: AtomicU32,
     failed: AtomicBool,
+    /// One thread at a time makes the engine.
+    making: Mutex<()>,
     phase: Mutex<Phase>,
 }
 
@@ -172,6 +177,7 @@ impl SendControl {
             host_ring_used: AtomicBool::new(false),
             host_drain: AtomicU32::new(host_drain::NOT_ASKED),
             failed: AtomicBool::new(false),
+            making: Mutex::new(()),
             phase: Mutex::new(Phase::Asked),
         });
         if let Some(gpu) = Gpu::current()? {
@@ -185,10 +191,9 @@ impl SendControl {
     }
 
     fn ensure_engine(&self, gpu: Gpu) -> Result<&Engine> {
+        let _one_at_a_time = lock(&self.making);
         if self.engine.get().is_none() {
-            let _ = self
-                .engine
-                .set(Engine::new(gpu, self.shm.clone(), EndKind::Sender)?);
+            let _ = self.engine.set(Engine::new(gpu, self.shm.clone())?);
         }
         let engine = self.engine.get().expect("set above");
         if self.host_ring_used.load(Ordering::SeqCst) {
@@ -251,7 +256,6 @@ impl SendControl {
                 let r = match imports.reach(export, &engine.gpu, self.link.same_process) {
                     Ok(r) => r,
                     Err(e) => {
-                        imports.leave_if_unused(export);
                         return Ok(failed(e.text()));
                     }
                 };
@@ -286,13 +290,12 @@ impl SendControl {
                 let Some(engine) = self.engine.get() else {
                     return Ok(failed(no_engine));
                 };
+                let mut imports = lock(&self.link.imports);
                 let mut ring = lock(&self.ring_export);
                 if ring.is_none() {
-                    let mut imports = lock(&self.link.imports);
                     let r = match imports.reach(export, &engine.gpu, self.link.same_process) {
                         Ok(r) => r,
                         Err(e) => {
-                            imports.leave_if_unused(export);
                             return Ok(failed(e.text()));
                         }
                     };
@@ -307,8 +310,8 @@ impl SendControl {
                             "the peer's staging ring has an impossible size",
                         ));
                     }
-                    self.ring_base.store(r.addr, Ordering::Relaxed);
                     self.ring_chunk.store(chunk, Ordering::Relaxed);
+                    self.ring_base.store(r.addr, Ordering::SeqCst);
                     *ring = Some(export);
                 }
                 Reach::DeviceRing(len)
@@ -326,66 +329,86 @@ impl SendControl {
         Ok(Message::RegionReady { conn, region })
     }
 
+    /// Takes a region out of use, or everything: whoever enters the gate from now on finds none of it.
+    /// The exports behind it are the caller's to leave.
+    fn retire(&self, region: Option<u32>) -> Vec<u64> {
+        let mut exports = lock(&self.exports);
+        match region {
+            Some(r) => {
+                self.regions.remove(r);
+                exports.remove(&r).into_iter().collect()
+            }
+            None => {
+                self.regions.clear();
+                self.ring_base.store(0, Ordering::SeqCst);
+                let ring = lock(&self.ring_export).take();
+                exports
+                    .drain()
+                    .map(|(_, export)| export)
+                    .chain(ring)
+                    .collect()
+            }
+        }
+    }
+
+    /// The link is dead: nothing is to be written to the peer any more.
+    pub fn stop(&self) {
+        self.regions.clear();
+    }
+
+    /// Nobody wants the connection that was asked for.
+    pub fn give_up(&self) {
+        self.shared().sender.store(side::FAILED, Ordering::Release);
+        self.link
+            .send(&Message::Close { conn: self.conn }, Vec::new());
+        self.link.detach_send(self.conn);
+    }
+
+    fn leave(&self, exports: &[u64], quiet: bool) {
+        let mut imports = lock(&self.link.imports);
+        for export in exports {
+            if quiet {
+                imports.leave(*export);
+            } else {
+                imports.abandon(*export);
+            }
+        }
+    }
+
     /// Takes a region, or all, out of use: a step for the link thread, which is over when no copy
     /// of ours touches it any more and it is unmapped.
     pub fn quiesce(self: &Arc<Self>, region: Option<u32>) -> Step {
-        match region {
-            Some(r) => self.regions.remove(r),
-            None => self.regions.clear(),
-        }
+        let exports = self.retire(region);
         let control = self.clone();
-        let mut fence = None;
+        let mut fenced = false;
         // A copy that never ends keeps what it uses mapped.
         let give_up = Instant::now() + std::time::Duration::from_secs(30);
         Box::new(move || {
             let late = Instant::now() >= give_up;
-            if control.gate.is_busy() && !late {
-                return false;
-            }
-            let over = match (control.engine.get(), &mut fence) {
-                (None, _) => true,
-                (Some(engine), Some(n)) => engine.passed(*n).unwrap_or(true),
-                (Some(engine), fence) => match engine.fence() {
-                    Ok(n) => {
-                        *fence = Some(n);
-                        false
-                    }
-                    // The context is gone, and its copies with it.
-                    Err(_) => true,
-                },
+            let over = match control.engine.get() {
+                None => !control.gate.is_busy(),
+                Some(engine) if fenced => engine.passed().unwrap_or(true),
+                Some(_) if control.gate.is_busy() => false,
+                Some(engine) => {
+                    fenced = true;
+                    // Without a context there are no copies either.
+                    engine.fence().is_err()
+                }
             };
             if over || late {
-                control.leave_exports(region, over);
+                control.leave(&exports, over);
             }
             over || late
         })
     }
 
-    fn leave_exports(&self, region: Option<u32>, quiet: bool) {
-        let mut imports = lock(&self.link.imports);
-        let mut exports = lock(&self.exports);
-        let mut leave = |export| {
-            if quiet {
-                imports.leave(export)
-            } else {
-                imports.abandon(export)
-            }
-        };
-        match region {
-            Some(r) => {
-                if let Some(export) = exports.remove(&r) {
-                    leave(export);
-                }
-            }
-            None => {
-                for (_, export) in exports.drain() {
-                    leave(export);
-                }
-                if let Some(export) = lock(&self.ring_export).take() {
-                    leave(export);
-                }
-            }
-        }
+    #[cold]
+    fn no_drain(&self) -> Error {
+        Error::invalid_usage(format!(
+            "{}: host memory that CUDA has not page-locked cannot reach the peer's GPU; see the warning \
+             before",
+            self.describe()
+        ))
     }
 
     /// Asks the receiver to drain the host ring into its GPU, if that has not been done.
@@ -513,6 +536,11 @@ impl SendControl {
             let Some((fill, i)) = device.free(&shared.device) else {
                 break;
             };
+            // SeqCst: see `retire`, which makes it 0 before the ring is unmapped.
+            let ring = self.ring_base.load(Ordering::SeqCst);
+            if ring == 0 {
+                return Err(self.trouble_error());
+            }
             let size = self.ring_chunk.load(Ordering::Relaxed);
             let n = (r.len - r.filled).min(size);
             let chunk = &shared.device[i];
@@ -521,7 +549,7 @@ impl SendControl {
                 .engine
                 .get()
                 .ok_or_else(|| self.fail(Error::internal("GPU memory is sent without a GPU")))?;
-            let dst = self.ring_base.load(Ordering::Relaxed) + i as u64 * size;
+            let dst = ring + i as u64 * size;
             fence(Ordering::Release);
             // SAFETY: the source lies in a region that NCCL keeps while the request lives; the chunk is
             // mapped and ours until `filled`, which lies in the shared memory, says otherwise.
@@ -539,10 +567,37 @@ impl SendControl {
     }
 }
 
+impl SendControl {
+    /// The request, if it is over.
+    #[inline]
+    fn ended<'a>(&self, st: &'a SendState, index: usize) -> Result<Option<&'a Request>> {
+        let shared = self.shared();
+        let r = &st.requests[index];
+        let over = match r.state {
+            State::Over => true,
+            State::Pushed => shared.is_done(r.seq),
+            State::Staged { device } => {
+                r.filled == r.len && {
+                    let chunks: &[Chunk] = if device { &shared.device } else { &shared.host };
+                    let filled = &last_chunk(chunks, r.last_fill).filled;
+                    reached(filled.load(Ordering::Acquire), r.last_fill)
+                }
+            }
+            State::Cancelled => {
+                return Err(Error::invalid_usage(
+                    "the memory of a send was deregistered before it ended",
+                ))
+            }
+        };
+        Ok(over.then_some(r))
+    }
+}
+
 impl Drop for SendControl {
     fn drop(&mut self) {
-        // What close could not wait for was taken out of here.
-        self.leave_exports(None, true);
+        // For a connection that came about only half: `close` leaves nothing here.
+        let exports = self.retire(None);
+        self.leave(&exports, true);
     }
 }
 
@@ -559,6 +614,7 @@ fn reach_path(r: Reach) -> Path {
 pub struct SendConnection {
     control: Arc<SendControl>,
     counters: telemetry::Connection,
+    next_region: AtomicU32,
     closed: bool,
 }
 
@@ -568,6 +624,7 @@ impl SendConnection {
         SendConnection {
             control,
             counters: telemetry::Connection::new(config::current().timing),
+            next_region: AtomicU32::new(1),
             closed: false,
         }
     }
@@ -583,6 +640,7 @@ impl SendConnection {
         r: Request,
     ) -> Result<bool> {
         st.claims.take(seq);
+        self.control.shared().set_not_done(seq);
         st.requests[index] = Request {
             state: State::Staged { device },
             ..r
@@ -641,6 +699,7 @@ impl SendEnd for SendConnection {
             }
             return control.trouble().map(|()| false);
         };
+        control.trouble()?;
         if len > p.capacity {
             let e = Error::invalid_usage(format!(
                 "a send of {len} bytes (tag {tag}) meets a receive of {} bytes: nothing was written; \
@@ -655,6 +714,7 @@ impl SendEnd for SendConnection {
             len,
             addr,
             memory: region.memory,
+            region: region.id,
             filled: 0,
             last_fill: 0,
             enqueued: None,
@@ -679,9 +739,7 @@ impl SendEnd for SendConnection {
                 if region.memory == Memory::Host {
                     return match drained() {
                         host_drain::READY => self.stage(st, index, false, seq, request),
-                        host_drain::FAILED => Err(Error::invalid_usage(
-                            "host memory that CUDA has not page-locked cannot reach the peer's GPU",
-                        )),
+                        host_drain::FAILED => Err(control.no_drain()),
                         _ => self.wait_for_drain(),
                     };
                 }
@@ -725,9 +783,7 @@ impl SendEnd for SendConnection {
             Some(Reach::HostRing(_)) => self.stage(st, index, false, seq, request),
             Some(Reach::DeviceRing(_)) => match (region.memory, drained()) {
                 (Memory::Host, host_drain::READY) => self.stage(st, index, false, seq, request),
-                (Memory::Host, host_drain::FAILED) => Err(Error::invalid_usage(
-                    "host memory that CUDA has not page-locked cannot reach the peer's GPU",
-                )),
+                (Memory::Host, host_drain::FAILED) => Err(control.no_drain()),
                 (Memory::Host, _) => self.wait_for_drain(),
                 _ => self.stage(st, index, true, seq, request),
             },
@@ -777,18 +833,18 @@ impl End for SendConnection {
             addr,
             len,
             memory,
-            id: 0,
+            id: self.next_region.fetch_add(1, Ordering::Relaxed),
         })
     }
 
     fn deregister(&self, region: Region) -> Result<()> {
         let control = &*self.control;
-        let deadline = control.link.close_deadline();
+        let deadline = close_deadline();
         if let Some(mut st) = control.gate.enter_by(deadline) {
             for r in &mut st.requests {
                 if matches!(r.state, State::Staged { .. })
                     && r.filled < r.len
-                    && region.holds(r.addr, r.len)
+                    && r.region == region.id
                 {
                     r.state = State::Cancelled;
                     control.fail(Error::internal("cancelled"));
@@ -797,7 +853,6 @@ impl End for SendConnection {
         }
         if let (Some(engine), true) = (control.engine.get(), region.memory != Memory::Host) {
             if !engine.drain(deadline).unwrap_or(true) {
-                control.link.waited_in_vain();
                 log::warn!(
                     "{}: copies out of {} are still in flight after {} ms, as its registration ends",
                     control.describe(),
@@ -819,35 +874,18 @@ impl End for SendConnection {
         if st.host_queue.len + st.device_queue.len > 0 {
             control.progress(st)?;
         }
-        let shared = control.shared();
-        let r = &st.requests[index];
-        let over = match r.state {
-            State::Over => true,
-            State::Pushed => shared.is_done(r.seq),
-            State::Staged { device } => {
-                r.filled == r.len && {
-                    let chunks: &[Chunk] = if device { &shared.device } else { &shared.host };
-                    reached(
-                        last_chunk(chunks, r.last_fill)
-                            .filled
-                            .load(Ordering::Acquire),
-                        r.last_fill,
-                    )
-                }
-            }
-            State::Cancelled => {
-                return Err(Error::invalid_usage(
-                    "the memory of a send was deregistered before it ended",
-                ))
-            }
+        let Some(r) = control.ended(st, index)? else {
+            let trouble = control.trouble();
+            // What was done before the trouble counts.
+            return match (trouble, control.ended(st, index)?) {
+                (Err(_), Some(r)) => Ok(Some(r.len as usize)),
+                (trouble, _) => trouble.map(|()| None),
+            };
         };
-        if over {
-            if let (Some(t), Some(enqueued)) = (&self.counters.timing, r.enqueued) {
-                t.completion.since(enqueued);
-            }
-            return Ok(Some(r.len as usize));
+        if let (Some(t), Some(enqueued)) = (&self.counters.timing, r.enqueued) {
+            t.completion.since(enqueued);
         }
-        control.trouble().map(|()| None)
+        Ok(Some(r.len as usize))
     }
 
     fn check(&self) -> Result<()> {
@@ -862,8 +900,8 @@ impl End for SendConnection {
             return Ok(());
         }
         let control = &self.control;
-        let deadline = control.link.close_deadline();
-        control.regions.clear();
+        let deadline = close_deadline();
+        let exports = control.retire(None);
         // A copy that failed is over as well.
         let quiet = control
             .engine
@@ -878,11 +916,13 @@ impl End for SendConnection {
                 .link
                 .send(&Message::Close { conn: control.conn }, Vec::new());
         }
-        control.link.detach_send(control.conn);
-        control.leave_exports(None, quiet);
+        if quiet {
+            control.link.detach_send(control.conn);
+        }
+        // Else the link thread goes on to answer the receiver only when the copies are over.
+        control.leave(&exports, quiet);
         self.counters.report(&control.describe());
         if !quiet {
-            control.link.waited_in_vain();
             log::warn!(
                 "{}: closed while copies are still in flight after {} ms; what they use stays mapped",
                 control.describe(),

@@ -114,10 +114,8 @@ pub struct Shared {
     pub sender: CachePadded<AtomicU32>,
     /// The receiving end's state, one of [`side`]. Written by the receiver.
     pub receiver: CachePadded<AtomicU32>,
-    /// Behind which of the sender's fences its stream is. Written by the sender's stream.
-    pub sender_fence: CachePadded<AtomicU32>,
-    /// Behind which of the receiver's fences its stream is. Written by the receiver's stream.
-    pub receiver_fence: CachePadded<AtomicU32>,
+    /// Written once by each end's stream, to see that it can; read by nobody.
+    pub probe: CachePadded<AtomicU32>,
     /// For each slot the sequence number of the last message that is complete in it. Written by the
     /// sender's stream behind the copy, or by its CPU.
     pub done: [CachePadded<AtomicU32>; RING],
@@ -200,6 +198,13 @@ impl Shared {
     #[inline]
     pub fn set_done(&self, seq: u32) {
         self.done[slot(seq)].store(seq, Ordering::Release);
+    }
+
+    /// The sender says that `seq` ends otherwise than by `done`. Else the word of an older message would
+    /// pass for it once it is 2^31 messages old.
+    #[inline]
+    pub fn set_not_done(&self, seq: u32) {
+        self.done[slot(seq)].store(seq.wrapping_sub(1), Ordering::Relaxed);
     }
 
     /// Whether `seq` is over.
@@ -318,6 +323,20 @@ mod tests {
     }
 
     #[test]
+    fn a_slot_that_only_staged_messages_use_never_looks_done() {
+        let s = shared();
+        s.start(1);
+        // Every 64th message is in slot 1; go round the numbers in large steps.
+        let mut seq = 1u32;
+        for _ in 0..300 {
+            assert!(!s.is_done(seq), "{seq}");
+            s.set_not_done(seq);
+            assert!(!s.is_done(seq), "{seq}");
+            seq = seq.wrapping_add(1 << 24);
+        }
+    }
+
+    #[test]
     fn a_full_ring_is_found_whole_and_no_more() {
         let s = shared();
         let mut c = Claims::new(1);
@@ -357,7 +376,7 @@ mod tests {
         assert_eq!(std::mem::size_of::<Chunk>(), 384);
         assert_eq!(
             std::mem::size_of::<Shared>(),
-            5 * 128 + RING * (128 + 64 + 64) + (HOST_CHUNKS + DEVICE_CHUNKS) * 384
+            4 * 128 + RING * (128 + 64 + 64) + (HOST_CHUNKS + DEVICE_CHUNKS) * 384
         );
     }
 }
@@ -384,8 +403,7 @@ pub(crate) mod loom_tests {
             posted: line(),
             sender: line(),
             receiver: line(),
-            sender_fence: line(),
-            receiver_fence: line(),
+            probe: line(),
             done: std::array::from_fn(|_| line()),
             descriptors: std::array::from_fn(|_| Descriptor {
                 offset: AtomicU64::new(0),

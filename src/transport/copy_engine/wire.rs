@@ -176,6 +176,11 @@ pub enum Message {
         /// The connection.
         conn: u64,
     },
+    /// The receiver will name an export no more.
+    Withdraw {
+        /// The export.
+        export: u64,
+    },
     /// The sender will write to none of the connection's regions any more.
     CloseAck {
         /// The connection.
@@ -325,6 +330,9 @@ impl Message {
             Message::CloseAck { conn } => {
                 w.u32(17).u64(*conn);
             }
+            Message::Withdraw { export } => {
+                w.u32(18).u64(*export);
+            }
         }
         w.0
     }
@@ -415,6 +423,7 @@ impl Message {
             },
             16 => Message::Close { conn: r.u64()? },
             17 => Message::CloseAck { conn: r.u64()? },
+            18 => Message::Withdraw { export: r.u64()? },
             _ => return None,
         };
         r.0.is_empty().then_some(m)
@@ -525,6 +534,7 @@ mod tests {
             (conn, text).prop_map(|(conn, text)| Message::HostDrainFailed { conn, text }),
             conn.prop_map(|conn| Message::Close { conn }),
             conn.prop_map(|conn| Message::CloseAck { conn }),
+            any::<u64>().prop_map(|export| Message::Withdraw { export }),
         ]
     }
 
