@@ -281,7 +281,10 @@ static CURRENT: RwLock<Option<Arc<Config>>> = RwLock::new(None);
 
 /// Reads the environment anew; refused values are warned of.
 pub fn reload() -> Arc<Config> {
-    let (config, complaints) = Config::read(&|name| std::env::var(name).ok());
+    let (config, complaints) = Config::read(&|name| {
+        // What is no UTF-8 is no value of any setting, and is refused as such.
+        std::env::var_os(name).map(|v| v.to_string_lossy().into_owned())
+    });
     for c in complaints {
         log::warn!("{c}");
     }

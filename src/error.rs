@@ -74,9 +74,16 @@ impl Error {
     /// `ncclSystemError`, with the text of the errno behind `text`.
     #[cold]
     pub fn system(text: impl fmt::Display, errno: nix::errno::Errno) -> Error {
+        use nix::errno::Errno;
+        let cure = match errno {
+            Errno::EMFILE => "; raise the limit of open files (ulimit -n)",
+            Errno::ENFILE => "; the system is at its limit of open files (fs.file-max)",
+            _ => "",
+        };
+        let what = errno.desc();
         Error::new(
             ResultCode::SYSTEM,
-            format!("{text}: {} ({errno:?})", errno.desc()),
+            format!("{text}: {what} ({errno:?}){cure}"),
         )
     }
 

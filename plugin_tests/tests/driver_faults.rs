@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use cuda_double::control::Control;
 use plugin_tests::conformance::util::{
-    accept, close_listen, connect_within, error_within, listen, memory, put, recv, send, verify,
-    wait,
+    accept, close_listen, connect_within, error_within, listen, memory, put, recv, send, until,
+    verify, wait,
 };
 use plugin_tests::conformance::{self, cases};
 use plugin_tests::error::{Context, Error, Result};
@@ -388,336 +388,98 @@ fn all(faults: &[Fault]) {
 }
 
 #[test]
+#[rustfmt::skip]
 fn memory_that_cannot_be_exported() {
     all(&[
         fault("VMM_EXPORT=0", Connect, Both, Vmm, VmmPrivate, Path(HOST)),
         fault("VMM_EXPORT=0", Connect, Both, Cuda, Cuda, Path(PUSH)),
         fault("IPC=0", Connect, Both, Cuda, Cuda, Path(CHUNKS)),
         fault("IPC=0", Connect, Both, Vmm, Vmm, Path(PUSH)),
-        fault(
-            "FAIL=cuMemExportToShareableHandle:*:304",
-            Register,
-            Receiver,
-            Vmm,
-            Vmm,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemExportToShareableHandle:1:304",
-            Register,
-            Receiver,
-            Vmm,
-            Vmm,
-            Paths(CHUNKS, PUSH),
-        ),
-        fault(
-            "FAIL=cuIpcGetMemHandle:*:304",
-            Register,
-            Receiver,
-            Cuda,
-            Cuda,
-            Path(CHUNKS),
-        ),
-        fault(
-            "FAIL=cuIpcGetMemHandle:*:304,cuMemCreate:*:2",
-            Register,
-            Receiver,
-            Cuda,
-            Cuda,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemRetainAllocationHandle:*:1",
-            Register,
-            Receiver,
-            Vmm,
-            Vmm,
-            Path(CHUNKS),
-        ),
+        fault("FAIL=cuMemExportToShareableHandle:*:304", Register, Receiver, Vmm, Vmm, Path(HOST)),
+        fault("FAIL=cuMemExportToShareableHandle:1:304", Register, Receiver, Vmm, Vmm, Paths(CHUNKS, PUSH)),
+        fault("FAIL=cuIpcGetMemHandle:*:304", Register, Receiver, Cuda, Cuda, Path(CHUNKS)),
+        fault("FAIL=cuIpcGetMemHandle:*:304,cuMemCreate:*:2", Register, Receiver, Cuda, Cuda, Path(HOST)),
+        fault("FAIL=cuMemRetainAllocationHandle:*:1", Register, Receiver, Vmm, Vmm, Path(CHUNKS)),
     ]);
 }
 
 #[test]
+#[rustfmt::skip]
 fn memory_that_cannot_be_mapped() {
     all(&[
         fault("PEER=0", Connect, Both, Vmm, Vmm, Path(HOST)),
         fault("PEER=0", Connect, Both, Cuda, Cuda, Path(HOST)),
         fault("PEER=0", Connect, Both, VmmPrivate, VmmPrivate, Path(HOST)),
         fault("FAIL=cuMemMap:*:2", Register, Sender, Vmm, Vmm, Path(HOST)),
-        fault(
-            "FAIL=cuMemMap:1:2",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Paths(HOST, PUSH),
-        ),
-        fault(
-            "FAIL=cuMemSetAccess:*:1",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemSetAccess:1:1",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Paths(HOST, PUSH),
-        ),
-        fault(
-            "FAIL=cuMemImportFromShareableHandle:*:304",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemImportFromShareableHandle:1:304",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Paths(HOST, PUSH),
-        ),
-        fault(
-            "FAIL=cuMemAddressReserve:*:2",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuIpcOpenMemHandle:*:201",
-            Register,
-            Sender,
-            Cuda,
-            Cuda,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuIpcOpenMemHandle:1:201",
-            Register,
-            Sender,
-            Cuda,
-            Cuda,
-            Paths(HOST, PUSH),
-        ),
+        fault("FAIL=cuMemMap:1:2", Register, Sender, Vmm, Vmm, Paths(HOST, PUSH)),
+        fault("FAIL=cuMemSetAccess:*:1", Register, Sender, Vmm, Vmm, Path(HOST)),
+        fault("FAIL=cuMemSetAccess:1:1", Register, Sender, Vmm, Vmm, Paths(HOST, PUSH)),
+        fault("FAIL=cuMemImportFromShareableHandle:*:304", Register, Sender, Vmm, Vmm, Path(HOST)),
+        fault("FAIL=cuMemImportFromShareableHandle:1:304", Register, Sender, Vmm, Vmm, Paths(HOST, PUSH)),
+        fault("FAIL=cuMemAddressReserve:*:2", Register, Sender, Vmm, Vmm, Path(HOST)),
+        fault("FAIL=cuIpcOpenMemHandle:*:201", Register, Sender, Cuda, Cuda, Path(HOST)),
+        fault("FAIL=cuIpcOpenMemHandle:1:201", Register, Sender, Cuda, Cuda, Paths(HOST, PUSH)),
     ]);
 }
 
 #[test]
+#[rustfmt::skip]
 fn chunks_in_the_gpu_that_cannot_be_made_or_mapped() {
     all(&[
-        fault(
-            "FAIL=cuMemCreate:*:2",
-            Register,
-            Receiver,
-            Vmm,
-            VmmPrivate,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemMap:*:2",
-            Register,
-            Receiver,
-            Vmm,
-            VmmPrivate,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemSetAccess:*:1",
-            Register,
-            Receiver,
-            Vmm,
-            VmmPrivate,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemMap:*:2",
-            Register,
-            Sender,
-            Vmm,
-            VmmPrivate,
-            Path(HOST),
-        ),
-        fault(
-            "FAIL=cuMemImportFromShareableHandle:1:304",
-            Register,
-            Sender,
-            Vmm,
-            VmmPrivate,
-            Path(HOST),
-        ),
+        fault("FAIL=cuMemCreate:*:2", Register, Receiver, Vmm, VmmPrivate, Path(HOST)),
+        fault("FAIL=cuMemMap:*:2", Register, Receiver, Vmm, VmmPrivate, Path(HOST)),
+        fault("FAIL=cuMemSetAccess:*:1", Register, Receiver, Vmm, VmmPrivate, Path(HOST)),
+        fault("FAIL=cuMemMap:*:2", Register, Sender, Vmm, VmmPrivate, Path(HOST)),
+        fault("FAIL=cuMemImportFromShareableHandle:1:304", Register, Sender, Vmm, VmmPrivate, Path(HOST)),
     ]);
 }
 
 #[test]
+#[rustfmt::skip]
 fn what_every_connection_needs() {
     all(&[
-        fault(
-            "MEMOPS=0",
-            Connect,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuStreamWriteValue32", "step counters"]),
-        ),
-        fault(
-            "FAIL=cuMemHostRegister:*:2",
-            Connect,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuMemHostRegister", "page-locking"]),
-        ),
-        fault(
-            "FAIL=cuMemHostRegister:1:2",
-            Connect,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuMemHostRegister"]),
-        ),
-        fault(
-            "FAIL=cuStreamCreateWithPriority:*:2",
-            Connect,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuStreamCreateWithPriority"]),
-        ),
-        fault(
-            "FAIL=cuStreamCreateWithPriority:1:2",
-            Connect,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuStreamCreateWithPriority"]),
-        ),
-        fault(
-            "FAIL=cuEventCreate:*:2",
-            Connect,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuEventCreate"]),
-        ),
-        fault(
-            "FAIL=cuDeviceGetUuid:*:999",
-            Connect,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuDeviceGetUuid"]),
-        ),
+        fault("MEMOPS=0", Connect, Sender, Vmm, Vmm, Refused(&["cuStreamWriteValue32", "step counters"])),
+        fault("FAIL=cuMemHostRegister:*:2", Connect, Sender, Vmm, Vmm, Refused(&["cuMemHostRegister", "page-locking"])),
+        fault("FAIL=cuMemHostRegister:1:2", Connect, Sender, Vmm, Vmm, Refused(&["cuMemHostRegister"])),
+        fault("FAIL=cuStreamCreateWithPriority:*:2", Connect, Sender, Vmm, Vmm, Refused(&["cuStreamCreateWithPriority"])),
+        fault("FAIL=cuStreamCreateWithPriority:1:2", Connect, Sender, Vmm, Vmm, Refused(&["cuStreamCreateWithPriority"])),
+        fault("FAIL=cuEventCreate:*:2", Connect, Sender, Vmm, Vmm, Refused(&["cuEventCreate"])),
+        fault("FAIL=cuDeviceGetUuid:*:999", Connect, Sender, Vmm, Vmm, Refused(&["cuDeviceGetUuid"])),
     ]);
 }
 
 #[test]
+#[rustfmt::skip]
 fn a_receiver_that_cannot_drain() {
     all(&[
-        fault(
-            "MEMOPS=0",
-            Register,
-            Receiver,
-            Vmm,
-            VmmPrivate,
-            Refused(&["cuStreamWriteValue32"]),
-        ),
+        fault("MEMOPS=0", Register, Receiver, Vmm, VmmPrivate, Refused(&["cuStreamWriteValue32"])),
         fault("MEMOPS=0", Register, Receiver, Vmm, Vmm, Path(PUSH)),
-        fault(
-            "FAIL=cuMemHostRegister:*:2",
-            Register,
-            Receiver,
-            Vmm,
-            VmmPrivate,
-            Refused(&["cuMemHostRegister"]),
-        ),
-        fault(
-            "FAIL=cuMemHostRegister:*:2",
-            Register,
-            Receiver,
-            Vmm,
-            Vmm,
-            Path(PUSH),
-        ),
-        fault(
-            "FAIL=cuMemHostRegister:*:2",
-            Register,
-            Sender,
-            Vmm,
-            Malloc,
-            Refused(&["cuMemHostRegister"]),
-        ),
+        fault("FAIL=cuMemHostRegister:*:2", Register, Receiver, Vmm, VmmPrivate, Refused(&["cuMemHostRegister"])),
+        fault("FAIL=cuMemHostRegister:*:2", Register, Receiver, Vmm, Vmm, Path(PUSH)),
+        fault("FAIL=cuMemHostRegister:*:2", Register, Sender, Vmm, Malloc, Refused(&["cuMemHostRegister"])),
     ]);
 }
 
 #[test]
+#[rustfmt::skip]
 fn no_context_of_its_own() {
     all(&[
         fault("FAIL=cuCtxCreate:*:2", First, Both, Vmm, Vmm, Path(PUSH)),
         fault("FAIL=cuCtxCreate:1:2", First, Sender, Vmm, Vmm, Path(PUSH)),
         fault("FAIL=cuCtxCreate:*:2", First, Both, Cuda, Cuda, Path(PUSH)),
-        fault(
-            "FAIL=cuCtxCreate:*:2",
-            First,
-            Both,
-            Vmm,
-            VmmPrivate,
-            Path(CHUNKS),
-        ),
+        fault("FAIL=cuCtxCreate:*:2", First, Both, Vmm, VmmPrivate, Path(CHUNKS)),
     ]);
 }
 
 #[test]
+#[rustfmt::skip]
 fn the_data_path_itself() {
     all(&[
-        fault(
-            "FAIL=cuMemcpyAsync:3:700",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuMemcpyAsync"]),
-        ),
-        fault(
-            "FAIL=cuStreamWriteValue32:3:700",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuStreamWriteValue32"]),
-        ),
-        fault(
-            "FAIL=cuCtxPushCurrent:5:201",
-            Register,
-            Sender,
-            Vmm,
-            Vmm,
-            Refused(&["cuCtxPushCurrent"]),
-        ),
-        fault(
-            "FAIL=cuMemcpyAsync:3:700",
-            Register,
-            Receiver,
-            Vmm,
-            VmmPrivate,
-            Refused(&["cuMemcpyAsync"]),
-        ),
-        fault(
-            "FAIL=cuMemcpyAsync:2:700",
-            Register,
-            Sender,
-            Vmm,
-            Malloc,
-            Refused(&["cuMemcpyAsync"]),
-        ),
+        fault("FAIL=cuMemcpyAsync:3:700", Register, Sender, Vmm, Vmm, Refused(&["cuMemcpyAsync"])),
+        fault("FAIL=cuStreamWriteValue32:3:700", Register, Sender, Vmm, Vmm, Refused(&["cuStreamWriteValue32"])),
+        fault("FAIL=cuCtxPushCurrent:5:201", Register, Sender, Vmm, Vmm, Refused(&["cuCtxPushCurrent"])),
+        fault("FAIL=cuMemcpyAsync:3:700", Register, Receiver, Vmm, VmmPrivate, Refused(&["cuMemcpyAsync"])),
+        fault("FAIL=cuMemcpyAsync:2:700", Register, Sender, Vmm, Malloc, Refused(&["cuMemcpyAsync"])),
     ]);
 }
 

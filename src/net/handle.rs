@@ -14,6 +14,8 @@
 //! | 112..120 | checksum of the bytes before |
 //! | 120..128 | the connector's: which attempt this copy of the handle belongs to |
 
+use std::sync::OnceLock;
+
 use crate::error::{Error, Result};
 use crate::transport::copy_engine::Address;
 
@@ -35,8 +37,13 @@ pub struct Place {
 }
 
 impl Place {
-    /// Where this process runs. What cannot be read is zero.
+    /// Where this process runs, as seen at the first call. What cannot be read is zero.
     pub fn here() -> Place {
+        static HERE: OnceLock<Place> = OnceLock::new();
+        *HERE.get_or_init(Place::look)
+    }
+
+    fn look() -> Place {
         use std::os::unix::fs::MetadataExt;
         let mut boot = [0; 16];
         if let Ok(text) = std::fs::read_to_string("/proc/sys/kernel/random/boot_id") {

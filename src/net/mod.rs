@@ -13,7 +13,7 @@ pub use self::handle::HANDLE_LEN;
 use self::handle::{attempt, set_attempt, Handle, Place};
 use crate::config;
 use crate::cuda::Relaxed;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ResultCode};
 use crate::handle::Tagged;
 use crate::proxy::{Proxy, REQUESTS};
 use crate::transport::copy_engine::link::Service;
@@ -64,6 +64,8 @@ static USERS: AtomicUsize = AtomicUsize::new(0);
 
 /// Starts the plugin, or counts one more user of it.
 pub fn init() -> Result<()> {
+    // Before anything uses up the process's open files.
+    Place::here();
     let config = config::reload();
     for row in config
         .rows()
@@ -343,7 +345,10 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
         }
         Err(e) => {
             set_attempt(handle, None);
-            Err(e.context(unreachable_text(&to.place)))
+            Err(match e.code() {
+                ResultCode::REMOTE => e.context(unreachable_text(&to.place)),
+                _ => e.context("connecting"),
+            })
         }
     }
 }
@@ -352,10 +357,11 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
 #[cold]
 fn unreachable_text(there: &Place) -> &'static str {
     let here = Place::here();
-    if here.boot != there.boot {
+    let known = |a: &[u8]| a.iter().any(|b| *b != 0);
+    if here.boot != there.boot && known(&here.boot) && known(&there.boot) {
         "connecting to a listener on another host, which this version of vccl cannot (leave traffic \
          between hosts to another plugin)"
-    } else if here.network != there.network {
+    } else if here.network != there.network && here.network != 0 && there.network != 0 {
         "connecting to a listener of this host in another network namespace; start the ranks in one \
          network namespace (for containers: --network=host)"
     } else {

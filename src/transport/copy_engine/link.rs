@@ -507,14 +507,7 @@ impl Link {
             }
             Message::WantHostDrain { conn } => {
                 if let Some(c) = self.recv_control(conn) {
-                    let answer = match c.prepare_host_drain() {
-                        Ok(()) => Message::HostDrainReady { conn },
-                        Err(e) => Message::HostDrainFailed {
-                            conn,
-                            text: e.text().to_string(),
-                        },
-                    };
-                    self.send(&answer, Vec::new());
+                    c.want_host_drain();
                 }
             }
             Message::Close { conn } => {
@@ -743,6 +736,7 @@ impl Inner {
                 Received::Message(m, fds, cut) => {
                     link.slow.store(false, Ordering::Relaxed);
                     if let Err(e) = link.handle(self, m, fds, cut) {
+                        log::warn!("the link to {} ends: {e}", link.peer);
                         return link.die(e.text());
                     }
                 }

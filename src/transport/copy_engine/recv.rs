@@ -219,8 +219,9 @@ impl RecvControl {
         Ok(self.engine.get().expect("set above"))
     }
 
-    /// Makes ready to drain the host ring into the GPU of the registered memory.
-    pub fn prepare_host_drain(&self) -> Result<()> {
+    /// The sender wants the host ring drained into the GPU of the registered memory. With no GPU memory
+    /// yet, register answers when some comes.
+    pub fn want_host_drain(&self) {
         self.drain_wanted.store(true, Ordering::SeqCst);
         let ordinal = lock(&self.book)
             .regions
@@ -229,11 +230,21 @@ impl RecvControl {
                 Memory::Device(o) => Some(o),
                 _ => None,
             });
-        // With no GPU memory yet, register makes ready when some comes.
-        match ordinal {
-            Some(o) => self.ensure_engine(|| Gpu::of_device(o))?.register_ring(),
-            None => Ok(()),
+        if let Some(o) = ordinal {
+            self.prepare_host_drain(|| Gpu::of_device(o));
         }
+    }
+
+    fn prepare_host_drain(&self, gpu: impl FnOnce() -> Result<Gpu>) {
+        let conn = self.conn;
+        let answer = match self.ensure_engine(gpu).and_then(Engine::register_ring) {
+            Ok(()) => Message::HostDrainReady { conn },
+            Err(e) => Message::HostDrainFailed {
+                conn,
+                text: e.text().to_string(),
+            },
+        };
+        self.link.send(&answer, Vec::new());
     }
 
     /// The ring in this end's GPU; offers it to the peer when it is made. The caller holds the
@@ -624,18 +635,9 @@ impl RecvConnection {
         };
         self.announce(region, len, Memory::Device(ordinal), target);
         drop(exports);
-        // After the region is in the book: `prepare_host_drain` looks there after it has set this.
+        // After the region is in the book: `want_host_drain` looks there after it has set this.
         if control.drain_wanted.load(Ordering::SeqCst) {
-            let ready = control
-                .ensure_engine(|| Ok(gpu))
-                .and_then(Engine::register_ring);
-            if let Err(e) = ready {
-                let m = Message::HostDrainFailed {
-                    conn: control.conn,
-                    text: e.text().to_string(),
-                };
-                control.link.send(&m, Vec::new());
-            }
+            control.prepare_host_drain(|| Ok(gpu));
         }
         Ok(())
     }
@@ -873,6 +875,11 @@ impl RecvConnection {
                  sides must agree on the size",
                 self.control.describe(),
                 r.len
+            ))),
+            (_, status::NO_WAY) => Err(Error::remote(format!(
+                "{}: the sender has no way from its memory to {}; see the warnings on both sides",
+                self.control.describe(),
+                r.memory
             ))),
             _ => Err(Error::remote(format!(
                 "{}: the sender could not use a posted receive",

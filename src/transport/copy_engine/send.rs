@@ -402,15 +402,6 @@ impl SendControl {
         })
     }
 
-    #[cold]
-    fn no_drain(&self) -> Error {
-        Error::invalid_usage(format!(
-            "{}: host memory that CUDA has not page-locked cannot reach the peer's GPU; see the warning \
-             before",
-            self.describe()
-        ))
-    }
-
     /// Asks the receiver to drain the host ring into its GPU, if that has not been done.
     #[cold]
     fn ask_host_drain(&self) {
@@ -739,7 +730,9 @@ impl SendEnd for SendConnection {
                 if region.memory == Memory::Host {
                     return match drained() {
                         host_drain::READY => self.stage(st, index, false, seq, request),
-                        host_drain::FAILED => Err(control.no_drain()),
+                        host_drain::FAILED => {
+                            Err(self.refuse(st, seq, len, status::NO_WAY, no_drain()))
+                        }
                         _ => self.wait_for_drain(),
                     };
                 }
@@ -783,13 +776,22 @@ impl SendEnd for SendConnection {
             Some(Reach::HostRing(_)) => self.stage(st, index, false, seq, request),
             Some(Reach::DeviceRing(_)) => match (region.memory, drained()) {
                 (Memory::Host, host_drain::READY) => self.stage(st, index, false, seq, request),
-                (Memory::Host, host_drain::FAILED) => Err(control.no_drain()),
+                (Memory::Host, host_drain::FAILED) => {
+                    Err(self.refuse(st, seq, len, status::NO_WAY, no_drain()))
+                }
                 (Memory::Host, _) => self.wait_for_drain(),
                 _ => self.stage(st, index, true, seq, request),
             },
             None => control.trouble().map(|()| false),
         }
     }
+}
+
+#[cold]
+fn no_drain() -> Error {
+    Error::invalid_usage(
+        "host memory that CUDA has not page-locked cannot reach the peer's GPU; see the warning before",
+    )
 }
 
 /// A send or receive that its registration does not cover.

@@ -52,6 +52,8 @@ pub mod status {
     pub const TOO_LARGE: u32 = 1;
     /// The descriptor did not fit the region that it names.
     pub const BAD_DESCRIPTOR: u32 = 2;
+    /// There is no way from the sender's memory to the receiver's.
+    pub const NO_WAY: u32 = 3;
 }
 
 /// A posted receive. Written by the receiver before it advances `posted`.
