@@ -12,8 +12,8 @@ use crate::transport::{End, RecvEnd, Region, SendEnd};
 /// group has one here.
 pub const REQUESTS: usize = 64;
 
-/// Unsuccessful polls between two looks at the driver: some milliseconds.
-const POLLS_BETWEEN_CHECKS: u32 = 1 << 16;
+/// Unsuccessful polls between two looks at the driver: about a millisecond.
+const POLLS_BETWEEN_CHECKS: u32 = 1 << 13;
 
 /// One end of a connection with its requests.
 #[derive(Debug)]

@@ -115,8 +115,12 @@ impl Stage {
 pub struct Timing {
     /// From the first isend that found no posted receive until one that did.
     pub descriptor: Stage,
-    /// In the calls that enqueue the copy and its step.
-    pub enqueue: Stage,
+    /// In the call that makes our context current.
+    pub context: Stage,
+    /// In the call that enqueues the copy.
+    pub copy: Stage,
+    /// In the calls that enqueue its step and restore the context.
+    pub step: Stage,
     /// From there until the step was seen.
     pub completion: Stage,
 }
@@ -162,10 +166,12 @@ impl Connection {
         }
         if let Some(t) = &self.timing {
             log::info!(
-                "{who}: timing of half of the messages, at most: waits for its receive {}, enqueued in \
-                 {}, done after {}",
+                "{who}: timing of half of the messages, at most: waits for its receive {}, context in {}, \
+                 copy enqueued in {}, step in {}, done after {}",
                 t.descriptor.show(),
-                t.enqueue.show(),
+                t.context.show(),
+                t.copy.show(),
+                t.step.show(),
                 t.completion.show()
             );
         }

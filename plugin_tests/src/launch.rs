@@ -568,7 +568,7 @@ impl Drop for Scratch {
 /// Names that outlive a process: files in /dev/shm, and unix sockets.
 struct Leftovers {
     shm: Vec<String>,
-    sockets: HashMap<String, u64>,
+    sockets: HashMap<String, Vec<u64>>,
 }
 
 impl Leftovers {
@@ -584,7 +584,7 @@ impl Leftovers {
     /// moment is none either.
     fn what_is_new(&self) -> Option<String> {
         let mut text = None;
-        for attempt in 0..4 {
+        for attempt in 0..12 {
             if attempt > 0 {
                 std::thread::sleep(Duration::from_millis(250));
             }
@@ -593,8 +593,9 @@ impl Leftovers {
                 .filter(|n| !self.shm.contains(n) && !held(&format!("/dev/shm/{n}")))
                 .map(|n| format!("/dev/shm/{n}"))
                 .collect();
-            for (name, inode) in named_sockets() {
-                if !self.sockets.contains_key(&name) && !held(&format!("socket:[{inode}]")) {
+            for (name, inodes) in named_sockets() {
+                let alive = || inodes.iter().any(|i| held(&format!("socket:[{i}]")));
+                if !self.sockets.contains_key(&name) && !alive() {
                     new.push(format!("unix socket {name}"));
                 }
             }
@@ -618,16 +619,18 @@ fn shm_names() -> Vec<String> {
         .unwrap_or_default()
 }
 
-fn named_sockets() -> HashMap<String, u64> {
+/// The inodes of every named socket: a listener's connections have its name too, and those that it has
+/// not accepted yet belong to nobody.
+fn named_sockets() -> HashMap<String, Vec<u64>> {
     let text = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    text.lines()
-        .skip(1)
-        .filter_map(|l| {
-            let mut fields = l.split_whitespace();
-            let inode = fields.nth(6)?.parse().ok()?;
-            Some((fields.next()?.to_string(), inode))
-        })
-        .collect()
+    let mut sockets: HashMap<String, Vec<u64>> = HashMap::new();
+    for l in text.lines().skip(1) {
+        let mut fields = l.split_whitespace();
+        if let (Some(Ok(inode)), Some(name)) = (fields.nth(6).map(str::parse), fields.next()) {
+            sockets.entry(name.to_string()).or_default().push(inode);
+        }
+    }
+    sockets
 }
 
 /// Whether a living process has that file open or mapped.

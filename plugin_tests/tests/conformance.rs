@@ -68,7 +68,7 @@ impl Run {
             layout: self.layout,
             env: Vec::new(),
             library_dir,
-            timeout: Duration::from_secs(60),
+            timeout: Duration::from_secs(150),
         };
         let mut passed = 0;
         let mut failures = Vec::new();

@@ -9,7 +9,7 @@ use super::shm::{Shm, CONTROL_LEN};
 use crate::config::{self, ContextKind};
 use crate::cuda::{driver, Context, DevicePtr, Driver, Event, Relaxed, Stream};
 use crate::error::{Error, Result, ResultCode};
-use crate::telemetry;
+use crate::telemetry::{self, Stage, Timing};
 
 /// A context of one GPU.
 #[derive(Clone, Copy, Debug)]
@@ -324,12 +324,41 @@ impl Engine {
         word: &AtomicU32,
         value: u32,
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.push(dst, src, len, word, value, None) }.map(|_| ())
+    }
+
+    /// The same; with `timing`, measures the calls and says when they were over.
+    ///
+    /// # Safety
+    /// As for [`Engine::copy_then_write`].
+    #[inline]
+    pub unsafe fn push(
+        &self,
+        dst: DevicePtr,
+        src: DevicePtr,
+        len: usize,
+        word: &AtomicU32,
+        value: u32,
+        timing: Option<&Timing>,
+    ) -> Result<Option<Instant>> {
+        let lap = |since: Option<Instant>, stage: fn(&Timing) -> &Stage| {
+            timing.zip(since).map(|(t, since)| {
+                stage(t).since(since);
+                Instant::now()
+            })
+        };
         let d = self.gpu.driver;
-        let _entered = d.enter(self.gpu.context)?;
+        let begun = timing.map(|_| Instant::now());
+        let entered = d.enter(self.gpu.context)?;
+        let begun = lap(begun, |t| &t.context);
         // SAFETY: the caller's promise.
         unsafe { d.copy_async(dst, src, len, self.stream.stream)? };
+        let begun = lap(begun, |t| &t.copy);
         // SAFETY: the word lies in the registered control part, which the engine keeps.
-        unsafe { d.write_value(self.word(word), value, self.stream.stream) }
+        unsafe { d.write_value(self.word(word), value, self.stream.stream)? };
+        drop(entered);
+        Ok(lap(begun, |t| &t.step))
     }
 
     /// Puts a fence behind all copies so far, for [`Engine::passed`]. A later fence takes its place, which

@@ -739,11 +739,10 @@ impl SendEnd for SendConnection {
                 let Some(engine) = control.engine.get() else {
                     return Err(control.fail(Error::internal("a mapped region without a GPU")));
                 };
-                let begun = timing.map(|t| {
+                if let Some(t) = timing {
                     t.descriptor
                         .since(st.waiting.take().unwrap_or_else(Instant::now));
-                    Instant::now()
-                });
+                }
                 shared.set_outcome(seq, len, status::OK);
                 st.claims.take(seq);
                 fence(Ordering::Release);
@@ -751,20 +750,17 @@ impl SendEnd for SendConnection {
                 // destination lies in a region that was checked to hold it and that the link thread
                 // keeps mapped: it saw the gate busy, or its removal would have been seen by `get`.
                 // The word is in the shared memory.
-                unsafe {
-                    engine.copy_then_write(
+                let enqueued = unsafe {
+                    engine.push(
                         base + p.offset,
                         addr,
                         len as usize,
                         &shared.done[slot(seq)],
                         seq,
+                        timing,
                     )
                 }
                 .map_err(|e| control.fail(e))?;
-                let enqueued = timing.zip(begun).map(|(t, begun)| {
-                    t.enqueue.since(begun);
-                    Instant::now()
-                });
                 st.requests[index] = Request {
                     state: State::Pushed,
                     enqueued,
