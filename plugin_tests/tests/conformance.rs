@@ -3,33 +3,14 @@
 //!
 //! `VCCL_PLUGIN` and `VCCL_CUDA_DOUBLE` name another plugin and another double.
 
+mod support;
+
 use std::path::PathBuf;
 use std::time::Duration;
 
 use plugin_tests::conformance::{cases, run_case, Outcome, Setup};
 use plugin_tests::launch::Layout;
 use plugin_tests::memory::Kind;
-
-/// A file that `ci/build` makes, or that a variable names.
-fn built(variable: &str, path: &str) -> PathBuf {
-    let file = match std::env::var_os(variable) {
-        Some(p) => PathBuf::from(p),
-        None => {
-            let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-            root.parent()
-                .expect("the workspace's root")
-                .join("target/dist")
-                .join(path)
-        }
-    };
-    assert!(
-        file.exists(),
-        "{} is missing: run ci/build, or set {variable}",
-        file.display()
-    );
-    file.canonicalize()
-        .expect("a file that exists has a full path")
-}
 
 struct Run {
     group: &'static str,
@@ -52,16 +33,10 @@ impl Run {
 
     fn go(self) {
         let device = self.send.is_device() || self.recv.is_device();
-        let library_dir = device.then(|| {
-            let double = built("VCCL_CUDA_DOUBLE", "double/libcuda.so.1");
-            double
-                .parent()
-                .expect("a file lies in a folder")
-                .to_path_buf()
-        });
+        let library_dir = device.then(support::double_dir);
         let setup = Setup {
             exe: PathBuf::from(env!("CARGO_BIN_EXE_plugin_driver")),
-            plugin: built("VCCL_PLUGIN", "lib/libnccl-net-vccl.so"),
+            plugin: support::plugin(),
             abi: Some(self.abi),
             send: self.send,
             recv: self.recv,
