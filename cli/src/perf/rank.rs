@@ -1,7 +1,7 @@
 //! What each rank does: connects, moves data, measures, checks, reports.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use clap::ValueEnum;
@@ -99,6 +99,8 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
         let mut copies = Vec::new();
         copies.extend(copy_rate(ctx, &send, memcpy.as_ref(), size)?);
         ctx.oob.barrier()?;
+        let rank = (ctx.rank, ctx.nranks);
+        ctx.progress(move |_| keep_to_own_cores(rank))?;
         let seconds = if bench.pingpong {
             ctx.progress(|io| pingpong(io, &channels, size, warmup, iters, &bench))?
         } else {
@@ -127,6 +129,31 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
     let (regs, links): (Vec<_>, Vec<_>) = channels.into_iter().map(|c| (c.memory, c.link)).unzip();
     ctx.deregister(regs)?;
     ctx.close(&links)
+}
+
+/// Keeps this thread to its rank's share of the cores, as launchers of ranks do: two that poll on one
+/// core measure the scheduler. Where there are more ranks than cores they share all.
+fn keep_to_own_cores((rank, nranks): (usize, usize)) -> Result<()> {
+    use nix::sched::{sched_getaffinity, sched_setaffinity, CpuSet};
+    use nix::unistd::Pid;
+    static ALLOWED: OnceLock<Vec<usize>> = OnceLock::new();
+    let this = Pid::from_raw(0);
+    let allowed = ALLOWED.get_or_init(|| {
+        let set = sched_getaffinity(this).unwrap_or_default();
+        (0..CpuSet::count())
+            .filter(|c| set.is_set(*c).unwrap_or(false))
+            .collect()
+    });
+    let share = allowed.len() / nranks;
+    if share > 0 {
+        let mut set = CpuSet::new();
+        for core in &allowed[rank * share..(rank + 1) * share] {
+            let _ = set.set(*core);
+        }
+        // A wish: where it is refused, the scheduler decides.
+        let _ = sched_setaffinity(this, &set);
+    }
+    Ok(())
 }
 
 /// GB/s of one thread's memcpy of `size` bytes, on rank 0, while the others wait.
