@@ -61,14 +61,4 @@ impl Exports {
             }
         }
     }
-
-    /// How many allocations are offered.
-    pub fn len(&self) -> usize {
-        self.live.len()
-    }
-
-    /// Whether none is.
-    pub fn is_empty(&self) -> bool {
-        self.live.is_empty()
-    }
 }

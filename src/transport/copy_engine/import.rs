@@ -13,11 +13,6 @@ use crate::error::{Error, Result};
 /// Mappings of this process, over all links.
 static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 
-/// How many mappings of peers' memory this process has.
-pub fn mappings() -> usize {
-    MAPPINGS.load(Ordering::Relaxed)
-}
-
 #[derive(Debug)]
 enum Parts {
     Vmm {

@@ -359,8 +359,9 @@ impl RecvControl {
     }
 
     /// Waits until `over`, or the sender can write no more: `false` when that takes too long.
-    fn wait(&self, over: impl Fn(&Book) -> bool) -> bool {
-        let deadline = self.link.peer_deadline();
+    /// Not past `latest`: what the caller waited for before counts too.
+    fn wait(&self, latest: Instant, over: impl Fn(&Book) -> bool) -> bool {
+        let deadline = self.link.peer_deadline().min(latest);
         let mut book = lock(&self.book);
         loop {
             if over(&book) || !self.sender_may_write() {
@@ -752,7 +753,7 @@ impl End for RecvConnection {
             };
             control.link.send(&m, Vec::new());
         }
-        if !control.wait(|book| !book.regions.contains_key(&region.id)) {
+        if !control.wait(deadline, |book| !book.regions.contains_key(&region.id)) {
             control.link.waited_in_vain();
             log::warn!(
                 "{}: the sender has not let go of a region of {} bytes in time (VCCL_CLOSE_TIMEOUT); is it \
@@ -814,7 +815,7 @@ impl End for RecvConnection {
                 exports.withdraw(&control.link, ring.export);
             }
         }
-        let mut quiet = control.wait(|book| book.close_acknowledged);
+        let mut quiet = control.wait(deadline, |book| book.close_acknowledged);
         if !quiet {
             control.link.waited_in_vain();
             log::warn!(
