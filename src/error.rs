@@ -32,6 +32,8 @@ impl ResultCode {
 pub struct Error {
     code: ResultCode,
     text: String,
+    /// It was reported before, and is not warned of again.
+    known: bool,
 }
 
 /// Result with the plugin's own error.
@@ -44,7 +46,22 @@ impl Error {
         Error {
             code,
             text: text.into(),
+            known: false,
         }
+    }
+
+    /// The same error, as one that was reported before.
+    #[cold]
+    pub fn again(&self) -> Error {
+        Error {
+            known: true,
+            ..self.clone()
+        }
+    }
+
+    /// Whether it was reported before.
+    pub fn is_known(&self) -> bool {
+        self.known
     }
 
     /// `ncclInvalidArgument`
@@ -101,8 +118,8 @@ impl Error {
     #[cold]
     pub fn context(self, what: impl fmt::Display) -> Error {
         Error {
-            code: self.code,
             text: format!("{what}: {}", self.text),
+            ..self
         }
     }
 }

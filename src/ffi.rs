@@ -36,7 +36,9 @@ pub fn guard(entry: &'static str, body: impl FnOnce() -> Result<()>) -> c_int {
 #[cold]
 #[inline(never)]
 fn failed(entry: &str, error: &Error) -> c_int {
-    log::warn(&format!("{entry}: {}", error.text()));
+    if !error.is_known() {
+        log::warn(&format!("{entry}: {}", error.text()));
+    }
     error.code().0
 }
 

@@ -151,6 +151,13 @@ pub fn remote_error_of(ctx: &Ctx, what: &str, request: Request) -> Result<bool> 
         return Ok(false);
     }
     is_remote(what, &e)?;
+    // NCCL up to 2.21 goes on testing until the communicator is aborted, and reports the last answer.
+    for _ in 0..3 {
+        match ctx.progress(|io| io.test(request).err()) {
+            Some(e) => is_remote(&format!("{what}, tested again"), &e)?,
+            None => fail!("{what}: it failed, and a second test says that it did not"),
+        }
+    }
     Ok(true)
 }
 
