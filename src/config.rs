@@ -51,6 +51,37 @@ impl fmt::Display for ContextKind {
     }
 }
 
+/// A way for data to go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Transport {
+    /// Copy engines and shared memory, inside a host.
+    CopyEngine,
+    /// TCP.
+    Tcp,
+}
+
+/// Those that connections may take.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Transports(Vec<Transport>);
+
+impl Transports {
+    fn parse(s: &str) -> Option<Transports> {
+        s.split(',')
+            .map(|t| match t.trim() {
+                "copy_engine" => Some(Transport::CopyEngine),
+                "tcp" => Some(Transport::Tcp),
+                _ => None,
+            })
+            .collect::<Option<Vec<_>>>()
+            .map(Transports)
+    }
+
+    /// Whether connections may take it.
+    pub fn allow(&self, t: Transport) -> bool {
+        self.0.contains(&t)
+    }
+}
+
 /// All settings, read once per `init`.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -72,6 +103,16 @@ pub struct Config {
     pub connect_timeout_s: u64,
     /// `VCCL_CLOSE_TIMEOUT`: milliseconds that close and deregMr wait for copies and for the peer.
     pub close_timeout_ms: u64,
+    /// `VCCL_TRANSPORT`: the ways that connections may take.
+    pub transports: Transports,
+    /// `VCCL_SOCKET_IFNAME`: the network interfaces that TCP may use; `None`: any.
+    pub socket_ifname: Option<String>,
+    /// `VCCL_SOCKET_FAMILY`: `AF_INET` or `AF_INET6`; `None`: either.
+    pub socket_family: Option<i32>,
+    /// `VCCL_SOCKET_NTHREADS`: with the next, how many sockets a connection over TCP has.
+    pub socket_threads: usize,
+    /// `VCCL_NSOCKS_PERTHREAD`
+    pub sockets_per_thread: usize,
     /// `VCCL_TIMING`: measure each message's stages, and log the means when its connection closes.
     pub timing: bool,
     rows: Vec<Row>,
@@ -89,6 +130,14 @@ fn parse_bytes(s: &str) -> Option<usize> {
     digits.parse::<usize>().ok()?.checked_mul(1 << shift)
 }
 
+/// Settings of NCCL's that we obey.
+const NCCL_TAILS: [&str; 4] = [
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_SOCKET_NTHREADS",
+    "NCCL_NSOCKS_PERTHREAD",
+];
+
 struct Reader<'a> {
     get: &'a dyn Fn(&str) -> Option<String>,
     rows: Vec<Row>,
@@ -102,7 +151,12 @@ impl Reader<'_> {
         parse: impl Fn(&str) -> Option<T>,
     ) -> T {
         let fallback = || parse(default).expect("a default is allowed by its own setting");
-        let (value, text, source) = match (self.get)(name) {
+        // NCCL's own setting of the same meaning counts where ours is not set.
+        let known = NCCL_TAILS
+            .iter()
+            .find(|n| name.strip_prefix("VCCL_") == n.strip_prefix("NCCL_"));
+        let text = (self.get)(name).or_else(|| (self.get)(known?));
+        let (value, text, source) = match text {
             None => (fallback(), default.to_string(), Source::Default),
             Some(text) => match parse(text.trim()) {
                 Some(v) => (v, text, Source::Environment),
@@ -234,6 +288,59 @@ impl Config {
                 ),
                 in_range(10u64, 60_000),
             ),
+            transports: r.read(
+                (
+                    "VCCL_TRANSPORT",
+                    "copy_engine and tcp, with a comma between",
+                    "copy_engine,tcp",
+                    "The ways that connections may take; each takes the best of them that its two ends can \
+                     prove: copy_engine inside a host, tcp else.",
+                ),
+                Transports::parse,
+            ),
+            socket_ifname: r.read(
+                (
+                    "VCCL_SOCKET_IFNAME",
+                    "names or prefixes, `^` before them for all others, `=` for whole names",
+                    "any",
+                    "The network interfaces that TCP may use. Not set, NCCL_SOCKET_IFNAME counts.",
+                ),
+                |s| Some((s != "any").then(|| s.to_string())),
+            ),
+            socket_family: r.read(
+                (
+                    "VCCL_SOCKET_FAMILY",
+                    "any, AF_INET or AF_INET6",
+                    "any",
+                    "The addresses that TCP may use. Not set, NCCL_SOCKET_FAMILY counts.",
+                ),
+                |s| match s {
+                    "any" => Some(None),
+                    "AF_INET" => Some(Some(libc::AF_INET)),
+                    "AF_INET6" => Some(Some(libc::AF_INET6)),
+                    _ => None,
+                },
+            ),
+            socket_threads: r.read(
+                (
+                    "VCCL_SOCKET_NTHREADS",
+                    "1 to 16",
+                    "1",
+                    "Times VCCL_NSOCKS_PERTHREAD: sockets of a connection over TCP. Not set, \
+                     NCCL_SOCKET_NTHREADS counts.",
+                ),
+                in_range(1usize, 16),
+            ),
+            sockets_per_thread: r.read(
+                (
+                    "VCCL_NSOCKS_PERTHREAD",
+                    "1 to 64",
+                    "1",
+                    "See VCCL_SOCKET_NTHREADS; 64 sockets are the most. Not set, NCCL_NSOCKS_PERTHREAD \
+                     counts.",
+                ),
+                in_range(1usize, 64),
+            ),
             timing: r.read(
                 (
                     "VCCL_TIMING",
@@ -313,7 +420,7 @@ mod tests {
     fn defaults_are_allowed_and_marked() {
         let (c, complaints) = with(&[]);
         assert!(complaints.is_empty());
-        assert_eq!(c.rows().len(), 10);
+        assert_eq!(c.rows().len(), 15);
         assert!(c
             .rows()
             .iter()

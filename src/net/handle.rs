@@ -10,14 +10,19 @@
 //! | 32..48 | secret |
 //! | 48..64 | the host's boot id |
 //! | 64..72 | the network namespace's inode |
-//! | 72..112 | zero: room for the addresses of other transports |
+//! | 72..76 | TCP: family (0: none, 4, 6), a zero, port |
+//! | 76..96 | TCP: address, scope |
+//! | 96..104 | TCP: the listener in that process; its secret is that above |
+//! | 104..112 | zero |
 //! | 112..120 | checksum of the bytes before |
 //! | 120..128 | the connector's: which attempt this copy of the handle belongs to |
 
+use std::net::{IpAddr, SocketAddr, SocketAddrV6};
 use std::sync::OnceLock;
 
 use crate::error::{Error, Result};
 use crate::transport::copy_engine::Address;
+use crate::transport::tcp;
 
 /// Bytes of a handle: `NCCL_NET_HANDLE_MAXSIZE`.
 pub const HANDLE_LEN: usize = 128;
@@ -68,6 +73,8 @@ pub struct Handle {
     pub address: Address,
     /// Where it is.
     pub place: Place,
+    /// Where it listens over TCP, if it does.
+    pub tcp: Option<tcp::Address>,
 }
 
 /// FNV-1a, 64 bits: finds damage, not malice. Strangers are kept out by the secret.
@@ -88,6 +95,21 @@ impl Handle {
         to[32..48].copy_from_slice(&self.address.secret);
         to[48..64].copy_from_slice(&self.place.boot);
         to[64..72].copy_from_slice(&self.place.network.to_le_bytes());
+        if let Some(t) = &self.tcp {
+            to[74..76].copy_from_slice(&t.at.port().to_le_bytes());
+            match t.at {
+                SocketAddr::V4(a) => {
+                    to[72] = 4;
+                    to[76..80].copy_from_slice(&a.ip().octets());
+                }
+                SocketAddr::V6(a) => {
+                    to[72] = 6;
+                    to[76..92].copy_from_slice(&a.ip().octets());
+                    to[92..96].copy_from_slice(&a.scope_id().to_le_bytes());
+                }
+            }
+            to[96..104].copy_from_slice(&t.listener.to_le_bytes());
+        }
         let sum = checksum(&to[..CHECKED]);
         to[CHECKED..ATTEMPT].copy_from_slice(&sum.to_le_bytes());
     }
@@ -114,11 +136,35 @@ impl Handle {
                 "the handle was damaged or cut on its way: its checksum is wrong",
             ));
         }
+        let port = u16::from_le_bytes(take(from, 74));
+        let at = match from[72] {
+            0 => None,
+            4 => {
+                let ip: [u8; 4] = take(from, 76);
+                Some(SocketAddr::new(IpAddr::from(ip), port))
+            }
+            6 => {
+                let ip: [u8; 16] = take(from, 76);
+                let scope = u32::from_le_bytes(take(from, 92));
+                Some(SocketAddrV6::new(ip.into(), port, 0, scope).into())
+            }
+            n => return Err(Error::invalid_argument(format!(
+                "the handle has an address of the unknown family {n}: use the same library on all \
+                     ranks"
+            ))),
+        };
+        let secret = take(from, 32);
+        let tcp = at.map(|at| tcp::Address {
+            at,
+            listener: u64::from_le_bytes(take(from, 96)),
+            secret,
+        });
         Ok(Handle {
+            tcp,
             address: Address {
                 process: take(from, 8),
                 listener: u64::from_le_bytes(take(from, 24)),
-                secret: take(from, 32),
+                secret,
             },
             place: Place {
                 boot: take(from, 48),
@@ -168,6 +214,11 @@ mod tests {
                 boot: [3; 16],
                 network: 5,
             },
+            tcp: Some(tcp::Address {
+                at: "10.1.2.3:456".parse().unwrap(),
+                listener: 8,
+                secret: [9; 16],
+            }),
         }
     }
 
@@ -187,6 +238,25 @@ mod tests {
         }
         set_attempt(&mut bytes, None);
         assert_eq!(attempt(&bytes).unwrap(), None);
+    }
+
+    #[test]
+    fn tcp_addresses_of_all_kinds() {
+        let scoped = SocketAddrV6::new("fe80::1".parse().unwrap(), 7, 0, 3);
+        for at in [
+            Some(scoped.into()),
+            Some("[fd00::2]:65535".parse().unwrap()),
+            None,
+        ] {
+            let mut h = handle();
+            h.tcp = at.map(|at| tcp::Address {
+                at,
+                ..h.tcp.unwrap()
+            });
+            let mut bytes = [0xAA; HANDLE_LEN];
+            h.encode(&mut bytes);
+            assert_eq!(Handle::decode(&bytes).unwrap(), h);
+        }
     }
 
     #[test]

@@ -12,13 +12,12 @@ use std::time::Duration;
 pub use self::handle::HANDLE_LEN;
 use self::handle::{attempt, set_attempt, Handle, Place};
 use crate::config;
+use crate::config::Transport;
 use crate::cuda::Relaxed;
 use crate::error::{Error, Result, ResultCode};
 use crate::handle::Tagged;
 use crate::proxy::{Proxy, REQUESTS};
-use crate::transport::copy_engine::link::Service;
-use crate::transport::copy_engine::{Connecting, Listening};
-use crate::transport::{End, RecvEnd, Region, SendEnd};
+use crate::transport::{copy_engine, tcp, End, RecvEnd, Region, SendEnd};
 
 /// Memory that the CPU can reach, in `ptr_support` and as a kind of memory (`NCCL_PTR_HOST`).
 const PTR_HOST: c_int = 1;
@@ -142,7 +141,10 @@ pub fn properties(dev: c_int) -> Result<&'static Properties> {
 /// A listener.
 #[derive(Debug)]
 pub struct ListenComm {
-    listening: Listening,
+    // Both always: a connector in another container of this host finds the one only, and which it is
+    // cannot be known here.
+    local: copy_engine::Listening,
+    tcp: Option<tcp::Listening>,
 }
 
 /// One end of a connection, with its requests at an address that does not change.
@@ -150,7 +152,7 @@ struct Endpoint<E: ?Sized + 'static> {
     requests: Box<[Tagged<Request>]>,
     proxy: Arc<Proxy<E>>,
     /// Keeps the link thread for as long as there is a connection.
-    _service: Arc<Service>,
+    _service: Option<Arc<copy_engine::link::Service>>,
 }
 
 /// The sending end of a connection.
@@ -213,7 +215,7 @@ impl Comm<'_> {
 impl<E: ?Sized> Endpoint<E> {
     fn new(
         proxy: Proxy<E>,
-        service: Arc<Service>,
+        service: Option<Arc<copy_engine::link::Service>>,
         owner: impl Fn(*const Proxy<E>) -> Owner,
     ) -> Self {
         let proxy = Arc::new(proxy);
@@ -262,13 +264,94 @@ fn foreign_region() -> Error {
 pub fn listen(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<ListenComm> {
     check_device(dev)?;
     prune_old();
-    let listening = Listening::new()?;
+    let local = copy_engine::Listening::new()?;
+    let address = local.address();
+    let allowed = &config::current().transports;
+    let tcp = match allowed.allow(Transport::Tcp) {
+        false => None,
+        true => match tcp::Listening::new(address.secret) {
+            Ok(l) => Some(l),
+            Err(e) if allowed.allow(Transport::CopyEngine) => {
+                log::info!("no connections over TCP: {e}");
+                None
+            }
+            Err(e) => return Err(e),
+        },
+    };
     Handle {
-        address: listening.address(),
+        address,
         place: Place::here(),
+        tcp: tcp.as_ref().map(|l| l.address()),
     }
     .encode(handle);
-    Ok(ListenComm { listening })
+    Ok(ListenComm { local, tcp })
+}
+
+/// A connection on its way.
+#[derive(Debug)]
+enum Connecting {
+    Local(copy_engine::Connecting),
+    Tcp(tcp::Connecting, String),
+}
+
+impl Connecting {
+    /// Takes the best way that the handle's words leave open.
+    fn new(to: &Handle) -> Result<Connecting> {
+        let allowed = &config::current().transports;
+        if !allowed.allow(Transport::CopyEngine) {
+            return Connecting::tcp(to, "VCCL_TRANSPORT excludes the copy engines".into());
+        }
+        match elsewhere(&to.place) {
+            Some(why) if allowed.allow(Transport::Tcp) && to.tcp.is_some() => {
+                Connecting::tcp(to, why.into())
+            }
+            _ => copy_engine::Connecting::new(to.address).map(Connecting::Local),
+        }
+    }
+
+    fn tcp(to: &Handle, why: String) -> Result<Connecting> {
+        let Some(address) = to.tcp else {
+            return Err(Error::remote(format!(
+                "{why}, and the listener does not listen on TCP: is VCCL_TRANSPORT the same on all ranks?"
+            )));
+        };
+        if !config::current().transports.allow(Transport::Tcp) {
+            return Err(Error::remote(format!(
+                "{why}, and VCCL_TRANSPORT excludes TCP"
+            )));
+        }
+        tcp::Connecting::new(address).map(|c| Connecting::Tcp(c, why))
+    }
+
+    fn age(&self) -> Duration {
+        match self {
+            Connecting::Local(c) => c.age(),
+            Connecting::Tcp(c, _) => c.age(),
+        }
+    }
+
+    fn poll(&mut self) -> Result<Option<SendComm>> {
+        match self {
+            Connecting::Local(c) => Ok(c.poll()?.map(|(service, connection)| {
+                log::info!(
+                    "{}: by copy engine, for its process shares this host: its Unix socket answered, \
+                     credentials and secret agree",
+                    connection.describe()
+                );
+                let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
+                SendComm(Endpoint::new(proxy, Some(service), Owner::Send))
+            })),
+            Connecting::Tcp(c, why) => Ok(c.poll()?.map(|mut connection| {
+                log::info!(
+                    "{}: over TCP, {} sockets, for {why}",
+                    connection.describe(),
+                    connection.sockets()
+                );
+                let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
+                SendComm(Endpoint::new(proxy, None, Owner::Send))
+            })),
+        }
+    }
 }
 
 struct Attempts {
@@ -312,7 +395,7 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
     let known = tried.and_then(|n| lock(&ATTEMPTS).as_mut()?.live.remove(&n));
     let mut connecting = match known {
         Some(c) => c,
-        None => Connecting::new(to.address)?,
+        None => Connecting::new(&to).map_err(|e| e.context("connecting"))?,
     };
     match connecting.poll() {
         Ok(None) => {
@@ -333,49 +416,64 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
             set_attempt(handle, Some(key));
             Ok(None)
         }
-        Ok(Some((service, connection))) => {
+        Ok(Some(comm)) => {
             set_attempt(handle, None);
-            log::info!(
-                "{}: by copy engine, for its process shares this host: its Unix socket answered, \
-                 credentials and secret agree",
-                connection.describe()
-            );
-            let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
-            Ok(Some(SendComm(Endpoint::new(proxy, service, Owner::Send))))
+            Ok(Some(comm))
         }
         Err(e) => {
             set_attempt(handle, None);
+            let local = matches!(connecting, Connecting::Local(_));
             Err(match e.code() {
-                ResultCode::REMOTE => e.context(unreachable_text(&to.place)),
+                ResultCode::REMOTE if local => e.context(unreachable_text(&to.place)),
                 _ => e.context("connecting"),
             })
         }
     }
 }
 
-/// Why a listener may be out of reach, from where it is and where we are.
-#[cold]
-fn unreachable_text(there: &Place) -> &'static str {
+/// Why the copy engines cannot reach a process there, if that is known before trying.
+fn elsewhere(there: &Place) -> Option<&'static str> {
     let here = Place::here();
     let known = |a: &[u8]| a.iter().any(|b| *b != 0);
     if here.boot != there.boot && known(&here.boot) && known(&there.boot) {
-        "connecting to a listener on another host, which this version of vccl cannot (leave traffic \
-         between hosts to another plugin)"
+        Some("its process is on another host")
     } else if here.network != there.network && here.network != 0 && there.network != 0 {
-        "connecting to a listener of this host in another network namespace; start the ranks in one \
-         network namespace (for containers: --network=host)"
+        Some("its process is in another network namespace")
     } else {
-        "connecting to a listener of this host and network namespace"
+        None
+    }
+}
+
+/// Why a listener may be out of reach, from where it is and where we are.
+#[cold]
+fn unreachable_text(there: &Place) -> &'static str {
+    match elsewhere(there) {
+        Some(why) if why.ends_with("host") => {
+            "connecting to a listener on another host, for which TCP is needed (VCCL_TRANSPORT)"
+        }
+        Some(_) => {
+            "connecting to a listener of this host in another network namespace; start the ranks in one \
+             network namespace (for containers: --network=host), or allow TCP (VCCL_TRANSPORT)"
+        }
+        None => "connecting to a listener of this host and network namespace",
     }
 }
 
 /// The next connection to the listener; `None`: nobody waits.
 pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
-    let Some((service, connection)) = l.listening.accept() else {
-        return Ok(None);
-    };
-    let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
-    Ok(Some(RecvComm(Endpoint::new(proxy, service, Owner::Recv))))
+    if let Some((service, connection)) = l.local.accept() {
+        let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
+        return Ok(Some(RecvComm(Endpoint::new(
+            proxy,
+            Some(service),
+            Owner::Recv,
+        ))));
+    }
+    let accepted = l.tcp.as_ref().map_or(Ok(None), |t| t.accept())?;
+    Ok(accepted.map(|connection| {
+        let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
+        RecvComm(Endpoint::new(proxy, None, Owner::Recv))
+    }))
 }
 
 /// Registers memory with one end of a connection. `kind`: `NCCL_PTR_HOST` or `NCCL_PTR_CUDA`.

@@ -1,10 +1,11 @@
 //! What moves the bytes of one connection, behind one trait for each end.
 
 pub mod copy_engine;
+pub mod tcp;
 
 use std::fmt;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// What memory a region is, as far as the data path must know.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,6 +55,32 @@ impl Region {
     pub fn holds(&self, addr: u64, len: u64) -> bool {
         addr.checked_sub(self.addr)
             .is_some_and(|o| o <= self.len && len <= self.len - o)
+    }
+}
+
+/// A send or receive that its registration does not cover.
+#[cold]
+pub fn outside(addr: u64, len: u64, region: &Region) -> Error {
+    Error::invalid_argument(format!(
+        "{len} bytes at {addr:#x} do not lie in the registered region of {} bytes at {:#x}",
+        region.len, region.addr
+    ))
+}
+
+/// Registers memory that the CPU itself reads and writes.
+pub(crate) fn host_region(addr: u64, len: u64, cuda: bool, id: u32) -> Result<Region> {
+    let memory = copy_engine::memory::classify(addr, len, cuda)?;
+    match memory.is_host() {
+        true => Ok(Region {
+            addr,
+            len,
+            memory,
+            id,
+        }),
+        false => Err(Error::invalid_usage(format!(
+            "{memory} cannot be sent or received over TCP by this version of vccl: between hosts, use \
+             another plugin, or keep GPU memory from it (NCCL_NET_GDR_LEVEL=LOC)"
+        ))),
     }
 }
 

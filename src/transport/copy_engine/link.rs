@@ -964,7 +964,7 @@ impl Drop for Service {
 }
 
 /// Runs `f` with all signals blocked, so that a thread it starts takes none of the program's.
-fn without_signals<T>(f: impl FnOnce() -> T) -> T {
+pub fn without_signals<T>(f: impl FnOnce() -> T) -> T {
     use nix::sys::signal::{pthread_sigmask, SigSet, SigmaskHow};
     let mut old = SigSet::empty();
     let blocked = pthread_sigmask(

@@ -10,7 +10,6 @@ use super::link::{close_deadline, Link};
 use super::memory::{classify, Exportable};
 use super::regions::MAX_REGIONS;
 use super::ring::{Drainer, Filled};
-use super::send::outside;
 use super::shm::Shm;
 use super::steps::{reached, side, slot, status, Posting, Shared, DEVICE_CHUNKS, RING};
 use super::wire::{Message, Target};
@@ -19,7 +18,7 @@ use crate::cuda::{AllocationHandle, DevicePtr, Driver};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::telemetry;
-use crate::transport::{End, Memory, RecvEnd, Region};
+use crate::transport::{outside, End, Memory, RecvEnd, Region};
 
 /// Chunks that the CPU copies in one poll: other connections wait meanwhile.
 const CPU_CHUNKS_A_POLL: usize = 4;

@@ -17,7 +17,7 @@ use crate::config;
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::telemetry::{self, Path};
-use crate::transport::{End, Memory, Region, SendEnd};
+use crate::transport::{outside, End, Memory, Region, SendEnd};
 
 /// Chunks that the CPU copies in one poll: other connections wait meanwhile.
 const CPU_CHUNKS_A_POLL: usize = 4;
@@ -788,15 +788,6 @@ fn no_drain() -> Error {
     Error::invalid_usage(
         "host memory that CUDA has not page-locked cannot reach the peer's GPU; see the warning before",
     )
-}
-
-/// A send or receive that its registration does not cover.
-#[cold]
-pub fn outside(addr: u64, len: u64, region: &Region) -> Error {
-    Error::invalid_argument(format!(
-        "{len} bytes at {addr:#x} do not lie in the registered region of {} bytes at {:#x}",
-        region.len, region.addr
-    ))
 }
 
 fn last_chunk(chunks: &[Chunk], fill: u32) -> &Chunk {

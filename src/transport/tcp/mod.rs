@@ -1,0 +1,313 @@
+//! Connections over TCP, for processes that share no host, or that are told so (`VCCL_TRANSPORT`).
+//!
+//! The receiver posts its receives over the connection's first socket; a send waits until one with its
+//! tag is posted, and then goes out over all sockets, so that every byte is read straight into the buffer it
+//! is for. No call blocks.
+
+pub mod interfaces;
+pub mod recv;
+pub mod send;
+pub mod service;
+pub mod wire;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{poll, PollFd, PollFlags, PollTimeout};
+use nix::sys::socket::{
+    connect, setsockopt, socket, sockopt, AddressFamily, SockFlag, SockType, SockaddrStorage,
+};
+
+use self::recv::RecvConnection;
+use self::send::SendConnection;
+use self::service::{Listener, Service};
+use self::wire::{check_answer, Hello, ANSWER_LEN};
+use super::copy_engine::link::random;
+use crate::config;
+use crate::error::{Error, Result};
+
+/// Requests of one end.
+pub(crate) const RING: usize = 64;
+
+/// What connectors need to know of a listener.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Address {
+    /// Where the process listens.
+    pub at: SocketAddr,
+    /// The listener in it.
+    pub listener: u64,
+    /// Proof of holding the handle.
+    pub secret: [u8; 16],
+}
+
+/// A listener of this process.
+#[derive(Debug)]
+pub struct Listening {
+    service: Arc<Service>,
+    listener: Arc<Listener>,
+}
+
+impl Listening {
+    /// Starts to listen, for those who know the secret.
+    pub fn new(secret: [u8; 16]) -> Result<Listening> {
+        let service = Service::get()?;
+        let listener = service.listen(secret);
+        Ok(Listening { service, listener })
+    }
+
+    /// What goes into the handle.
+    pub fn address(&self) -> Address {
+        Address {
+            at: self.service.address(),
+            listener: self.listener.id,
+            secret: self.listener.secret,
+        }
+    }
+
+    /// The next connection that was asked for, if there is one.
+    pub fn accept(&self) -> Result<Option<RecvConnection>> {
+        let accepted = self
+            .listener
+            .waiting
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .as_mut()
+            .and_then(|w| w.pop_front());
+        let Some(a) = accepted else {
+            return Ok(None);
+        };
+        for s in &a.sockets {
+            set_options(s)?;
+        }
+        Ok(Some(RecvConnection::new(
+            self.service.clone(),
+            a.sockets,
+            a.peer,
+        )))
+    }
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        self.service.unlisten(&self.listener);
+    }
+}
+
+/// A dead host is noticed by probes while nothing is sent, and by missing acknowledgements else.
+const KEEPALIVE_IDLE_S: u32 = 10;
+const KEEPALIVE_INTERVAL_S: u32 = 5;
+const KEEPALIVE_COUNT: u32 = 4;
+const USER_TIMEOUT_MS: u32 = 30_000;
+
+fn set_options(s: &impl AsFd) -> Result<()> {
+    setsockopt(s, sockopt::TcpNoDelay, &true)
+        .and_then(|()| setsockopt(s, sockopt::KeepAlive, &true))
+        .and_then(|()| setsockopt(s, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S))
+        .and_then(|()| setsockopt(s, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL_S))
+        .and_then(|()| setsockopt(s, sockopt::TcpKeepCount, &KEEPALIVE_COUNT))
+        .and_then(|()| setsockopt(s, sockopt::TcpUserTimeout, &USER_TIMEOUT_MS))
+        .map_err(|e| Error::system("setting the options of a socket", e))
+}
+
+/// A connection that is being asked for.
+#[derive(Debug)]
+pub struct Connecting {
+    service: Arc<Service>,
+    address: Address,
+    connection: [u8; 16],
+    started: Instant,
+    sockets: Vec<TcpStream>,
+    /// Sockets that have connected and introduced themselves: those before.
+    introduced: usize,
+    answer: [u8; ANSWER_LEN],
+    have: usize,
+}
+
+impl Connecting {
+    /// Starts to connect.
+    pub fn new(address: Address) -> Result<Connecting> {
+        let config = config::current();
+        let n = (config.sockets_per_thread * config.socket_threads).clamp(1, wire::MAX_SOCKETS);
+        let sockets = (0..n)
+            .map(|_| begin(address.at))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Connecting {
+            service: Service::get()?,
+            address,
+            connection: random(),
+            started: Instant::now(),
+            sockets,
+            introduced: 0,
+            answer: [0; ANSWER_LEN],
+            have: 0,
+        })
+    }
+
+    /// How long it has been going on.
+    pub fn age(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn unreachable(&self, errno: i32) -> Error {
+        Error::remote(format!(
+            "{} does not answer over TCP: {}; is the process alive, and may this host reach that one \
+             (firewall, NCCL_SOCKET_IFNAME)?",
+            self.address.at,
+            Errno::from_raw(errno).desc()
+        ))
+    }
+
+    /// Goes on; `None`: not yet.
+    pub fn poll(&mut self) -> Result<Option<SendConnection>> {
+        while self.introduced < self.sockets.len() {
+            let i = self.introduced;
+            let s = &self.sockets[i];
+            let mut fd = [PollFd::new(s.as_fd(), PollFlags::POLLOUT)];
+            let ready = poll(&mut fd, PollTimeout::ZERO).map_err(|e| Error::system("poll", e))?;
+            if ready == 0 {
+                return self.not_yet();
+            }
+            let trouble = nix::sys::socket::getsockopt(s, sockopt::SocketError)
+                .map_err(|e| Error::system("asking for a socket's error", e))?;
+            if trouble != 0 {
+                return Err(self.unreachable(trouble));
+            }
+            let hello = Hello {
+                listener: self.address.listener,
+                secret: self.address.secret,
+                connection: self.connection,
+                socket: i as u16,
+                sockets: self.sockets.len() as u16,
+            };
+            // The first bytes on a new socket always fit its buffer.
+            (&mut &*s)
+                .write_all(&hello.encode())
+                .map_err(|e| self.unreachable(e.raw_os_error().unwrap_or(libc::EIO)))?;
+            self.introduced += 1;
+        }
+        match (&self.sockets[0]).read(&mut self.answer[self.have..]) {
+            Ok(0) => Err(Error::remote(format!(
+                "{} turned the connection away: its listener is closed, or the handle is not its own",
+                self.address.at
+            ))),
+            Ok(n) => {
+                self.have += n;
+                if self.have < ANSWER_LEN {
+                    return self.not_yet();
+                }
+                check_answer(&self.answer)?;
+                Ok(Some(SendConnection::new(
+                    self.service.clone(),
+                    std::mem::take(&mut self.sockets),
+                    self.address.at,
+                )))
+            }
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                self.not_yet()
+            }
+            Err(e) => Err(self.unreachable(e.raw_os_error().unwrap_or(libc::EIO))),
+        }
+    }
+
+    fn not_yet(&self) -> Result<Option<SendConnection>> {
+        let limit = config::current().connect_timeout_s;
+        if self.started.elapsed() >= Duration::from_secs(limit) {
+            return Err(Error::remote(format!(
+                "no answer from {} over TCP within {limit} s (VCCL_CONNECT_TIMEOUT); is the process \
+                 stopped, or does a firewall drop its packets?",
+                self.address.at
+            )));
+        }
+        Ok(None)
+    }
+}
+
+/// Starts one socket on its way.
+fn begin(to: SocketAddr) -> Result<TcpStream> {
+    let family = match to {
+        SocketAddr::V4(_) => AddressFamily::Inet,
+        SocketAddr::V6(_) => AddressFamily::Inet6,
+    };
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd: OwnedFd = socket(family, SockType::Stream, flags, None)
+        .map_err(|e| Error::system("making a TCP socket", e))?;
+    set_options(&fd)?;
+    match connect(fd.as_raw_fd(), &SockaddrStorage::from(to)) {
+        Ok(()) | Err(Errno::EINPROGRESS) => Ok(TcpStream::from(fd)),
+        Err(e) => Err(Error::remote(format!(
+            "{to} cannot be reached over TCP: {}",
+            e.desc()
+        ))),
+    }
+}
+
+/// Why a socket is of no more use.
+#[cold]
+fn lost(peer: &str, errno: Option<i32>) -> Error {
+    let why = match errno {
+        None => "it has ended, or closed its side".to_string(),
+        Some(n) => Errno::from_raw(n).desc().to_string(),
+    };
+    Error::remote(format!("{peer}: the connection is gone: {why}"))
+}
+
+/// What one call on a socket did.
+enum Moved {
+    /// So many bytes.
+    Bytes(usize),
+    /// Nothing: try again later.
+    Nothing,
+    /// The peer sends no more.
+    End,
+    /// It failed with that errno.
+    Failed(i32),
+}
+
+fn moved(n: isize) -> Moved {
+    match n {
+        0 => Moved::End,
+        n if n > 0 => Moved::Bytes(n as usize),
+        _ => match Errno::last_raw() {
+            libc::EAGAIN | libc::EINTR => Moved::Nothing,
+            errno => Moved::Failed(errno),
+        },
+    }
+}
+
+/// Reads into `[addr, addr + len)`.
+///
+/// # Safety
+/// The range is valid for writes.
+#[inline]
+unsafe fn receive(socket: &TcpStream, addr: u64, len: usize) -> Moved {
+    // SAFETY: the caller's promise; addresses and not references, because the memory is NCCL's.
+    moved(unsafe { libc::recv(socket.as_raw_fd(), addr as *mut libc::c_void, len, 0) })
+}
+
+/// Writes `head` and behind it `[addr, addr + len)`, as much as fits.
+///
+/// # Safety
+/// The range is valid for reads.
+#[inline]
+unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize) -> Moved {
+    let mut parts = [
+        libc::iovec {
+            iov_base: head.as_ptr().cast_mut().cast(),
+            iov_len: head.len(),
+        },
+        libc::iovec {
+            iov_base: addr as *mut libc::c_void,
+            iov_len: len,
+        },
+    ];
+    // SAFETY: all zero is a value of this struct.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = parts.as_mut_ptr();
+    message.msg_iovlen = parts.len();
+    // SAFETY: the message and its parts live during the call; for the range the caller's promise.
+    moved(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+}

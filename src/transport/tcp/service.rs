@@ -1,0 +1,380 @@
+//! The process's one TCP listener, and the thread that looks at who comes.
+//!
+//! The thread takes connectors' sockets, reads their greetings, and gives complete connections to the
+//! listener that they name; and it keeps the sockets of sending ends that were closed until the peer has read
+//! all, because a socket that is closed over unread bytes resets the connection.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{poll, PollFd, PollFlags, PollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::interfaces;
+use super::wire::{answer, Hello, HELLO_LEN};
+use crate::config;
+use crate::error::{Error, Result};
+use crate::transport::copy_engine::link::without_signals;
+
+/// How long a stranger may take to introduce itself.
+const GREETING: Duration = Duration::from_secs(10);
+/// Sockets that have not introduced themselves, or not all of their connection; beyond that the oldest goes.
+const MAX_PENDING: usize = 4096;
+/// How long a closed sending end may take until its peer has read all.
+const LINGER: Duration = Duration::from_secs(30);
+
+/// The sockets of one connection, in order.
+#[derive(Debug)]
+pub struct Accepted {
+    /// Non-blocking.
+    pub sockets: Vec<TcpStream>,
+    /// Who connected.
+    pub peer: SocketAddr,
+}
+
+/// One listener.
+#[derive(Debug)]
+pub struct Listener {
+    /// Its number in this process.
+    pub id: u64,
+    /// Proof of holding its handle.
+    pub secret: [u8; 16],
+    /// Connections that nobody has accepted; `None` once it is closed.
+    pub waiting: Mutex<Option<VecDeque<Accepted>>>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    wake: EventFd,
+    stop: AtomicBool,
+    listeners: Mutex<HashMap<u64, Arc<Listener>>>,
+    lingering: Mutex<Vec<(TcpStream, Instant)>>,
+}
+
+/// The listener of this process, while anybody uses it.
+#[derive(Debug)]
+pub struct Service {
+    inner: Arc<Inner>,
+    address: SocketAddr,
+    interface: String,
+    next: AtomicU64,
+    thread: Option<JoinHandle<()>>,
+    pid: u32,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+static SERVICE: Mutex<Weak<Service>> = Mutex::new(Weak::new());
+
+fn system(what: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> Error {
+    move |e| Error::system(what, Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO)))
+}
+
+impl Service {
+    /// The one of this process, started if nobody uses it yet.
+    pub fn get() -> Result<Arc<Service>> {
+        let mut current = lock(&SERVICE);
+        if let Some(s) = current.upgrade() {
+            if s.pid == std::process::id() {
+                return Ok(s);
+            }
+            // This is a fork of the process that made it. Its thread is not here: leave it be.
+            std::mem::forget(s);
+        }
+        let s = Arc::new(Service::start()?);
+        *current = Arc::downgrade(&s);
+        Ok(s)
+    }
+
+    fn start() -> Result<Service> {
+        let config = config::current();
+        let own = interfaces::own_address(config.socket_ifname.as_deref(), config.socket_family)?;
+        let socket = TcpListener::bind(own.address).map_err(system(format!(
+            "listening on {} ({})",
+            own.address, own.name
+        )))?;
+        socket
+            .set_nonblocking(true)
+            .map_err(system("making a socket non-blocking"))?;
+        let address = socket
+            .local_addr()
+            .map_err(system("asking for a socket's address"))?;
+        let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+            .map_err(|e| Error::system("eventfd", e))?;
+        let inner = Arc::new(Inner {
+            wake,
+            stop: AtomicBool::new(false),
+            listeners: Mutex::default(),
+            lingering: Mutex::default(),
+        });
+        let theirs = inner.clone();
+        let thread = without_signals(|| {
+            std::thread::Builder::new()
+                .name("vccl-tcp".into())
+                .spawn(move || Guests::new(theirs, socket).run())
+        })
+        .map_err(system("starting a thread"))?;
+        Ok(Service {
+            inner,
+            address,
+            interface: own.name,
+            next: AtomicU64::new(1),
+            thread: Some(thread),
+            pid: std::process::id(),
+        })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The interface that has the address.
+    pub fn interface(&self) -> &str {
+        &self.interface
+    }
+
+    /// A new listener, for those who know the secret.
+    pub fn listen(&self, secret: [u8; 16]) -> Arc<Listener> {
+        let l = Arc::new(Listener {
+            id: self.next.fetch_add(1, Ordering::Relaxed),
+            secret,
+            waiting: Mutex::new(Some(VecDeque::new())),
+        });
+        lock(&self.inner.listeners).insert(l.id, l.clone());
+        l
+    }
+
+    /// Closes a listener, and with it what nobody accepted.
+    pub fn unlisten(&self, l: &Listener) {
+        lock(&self.inner.listeners).remove(&l.id);
+        lock(&l.waiting).take();
+    }
+
+    /// Keeps the sockets of a sending end that was closed until its peer has read all.
+    pub fn linger(&self, sockets: impl Iterator<Item = TcpStream>) {
+        let until = Instant::now() + LINGER;
+        let mut lingering = lock(&self.inner.lingering);
+        for s in sockets {
+            if s.shutdown(std::net::Shutdown::Write).is_ok() {
+                lingering.push((s, until));
+            }
+        }
+        drop(lingering);
+        let _ = self.inner.wake.write(1);
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A fork: the thread is the parent's.
+            std::mem::forget(self.thread.take());
+            return;
+        }
+        self.inner.stop.store(true, Ordering::Release);
+        let _ = self.inner.wake.write(1);
+        if let Some(t) = self.thread.take() {
+            let _ = t.join();
+        }
+    }
+}
+
+/// Somebody who has connected.
+struct Guest {
+    socket: TcpStream,
+    peer: SocketAddr,
+    since: Instant,
+    bytes: [u8; HELLO_LEN],
+    have: usize,
+}
+
+/// The sockets of one connection that have introduced themselves so far.
+struct Party {
+    sockets: Vec<Option<TcpStream>>,
+    first: Hello,
+    since: Instant,
+}
+
+struct Guests {
+    inner: Arc<Inner>,
+    socket: TcpListener,
+    guests: Vec<Guest>,
+    parties: HashMap<[u8; 16], Party>,
+    lingering: Vec<(TcpStream, Instant)>,
+}
+
+impl Guests {
+    fn new(inner: Arc<Inner>, socket: TcpListener) -> Guests {
+        Guests {
+            inner,
+            socket,
+            guests: Vec::new(),
+            parties: HashMap::new(),
+            lingering: Vec::new(),
+        }
+    }
+
+    fn run(mut self) {
+        while !self.inner.stop.load(Ordering::Acquire) {
+            self.wait();
+            let _ = self.inner.wake.read();
+            self.welcome();
+            self.listen_to();
+            self.lingering.append(&mut lock(&self.inner.lingering));
+            self.lingering
+                .retain_mut(|(s, until)| *until > Instant::now() && reads_on(s));
+            self.parties.retain(|_, p| p.since.elapsed() < GREETING);
+        }
+    }
+
+    fn wait(&self) {
+        let input = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = vec![input(self.inner.wake.as_fd()), input(self.socket.as_fd())];
+        fds.extend(self.guests.iter().map(|g| input(g.socket.as_fd())));
+        fds.extend(self.lingering.iter().map(|(s, _)| input(s.as_fd())));
+        let busy = fds.len() > 2 || !self.parties.is_empty();
+        let timeout = match busy {
+            true => PollTimeout::from(1000u16),
+            false => PollTimeout::NONE,
+        };
+        if poll(&mut fds, timeout).is_err() {
+            // No memory for it: do not spin.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn welcome(&mut self) {
+        loop {
+            match self.socket.accept() {
+                Ok((socket, peer)) => {
+                    if socket.set_nonblocking(true).is_err() {
+                        continue;
+                    }
+                    if self.guests.len() >= MAX_PENDING {
+                        self.guests.remove(0);
+                    }
+                    self.guests.push(Guest {
+                        socket,
+                        peer,
+                        since: Instant::now(),
+                        bytes: [0; HELLO_LEN],
+                        have: 0,
+                    });
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                Err(e) if e.raw_os_error() == Some(libc::EMFILE) => {
+                    log::warn!(
+                        "a connection over TCP cannot be accepted: too many open files; raise the limit \
+                         (ulimit -n)"
+                    );
+                    std::thread::sleep(Duration::from_millis(100));
+                    return;
+                }
+                // Gone before it was taken.
+                Err(_) => continue,
+            }
+        }
+    }
+
+    fn listen_to(&mut self) {
+        let mut i = 0;
+        while i < self.guests.len() {
+            let g = &mut self.guests[i];
+            match g.socket.read(&mut g.bytes[g.have..]) {
+                Ok(0) => {
+                    self.guests.swap_remove(i);
+                }
+                Ok(n) => {
+                    g.have += n;
+                    if g.have == HELLO_LEN {
+                        let g = self.guests.swap_remove(i);
+                        self.introduce(g);
+                    }
+                }
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                    if g.since.elapsed() > GREETING {
+                        self.guests.swap_remove(i);
+                    } else {
+                        i += 1;
+                    }
+                }
+                Err(_) => {
+                    self.guests.swap_remove(i);
+                }
+            }
+        }
+    }
+
+    fn introduce(&mut self, g: Guest) {
+        let peer = g.peer;
+        let Some(hello) = Hello::decode(&g.bytes) else {
+            log::info!("{peer} connected over TCP and is not vccl: turned away");
+            return;
+        };
+        let listener = lock(&self.inner.listeners).get(&hello.listener).cloned();
+        let Some(listener) = listener.filter(|l| same(&l.secret, &hello.secret)) else {
+            log::info!(
+                "{peer} connected over TCP to a listener that is closed, or without its secret"
+            );
+            return;
+        };
+        if self.parties.len() >= MAX_PENDING {
+            return;
+        }
+        let party = self
+            .parties
+            .entry(hello.connection)
+            .or_insert_with(|| Party {
+                sockets: (0..hello.sockets).map(|_| None).collect(),
+                first: hello,
+                since: Instant::now(),
+            });
+        let agrees = party.first.listener == hello.listener && party.first.sockets == hello.sockets;
+        if !agrees || party.sockets[hello.socket as usize].is_some() {
+            // A replay, or a fault: neither one may have it.
+            self.parties.remove(&hello.connection);
+            return;
+        }
+        party.sockets[hello.socket as usize] = Some(g.socket);
+        if party.sockets.iter().any(|s| s.is_none()) {
+            return;
+        }
+        let party = self.parties.remove(&hello.connection).expect("found above");
+        let sockets: Vec<TcpStream> = party.sockets.into_iter().flatten().collect();
+        let mut waiting = lock(&listener.waiting);
+        if let Some(waiting) = waiting.as_mut() {
+            // The first bytes on a new socket always fit its buffer.
+            if (&sockets[0]).write_all(&answer()).is_ok() {
+                waiting.push_back(Accepted { sockets, peer });
+            }
+        }
+    }
+}
+
+/// Compares in a time that does not tell where they differ.
+fn same(a: &[u8; 16], b: &[u8; 16]) -> bool {
+    a.iter().zip(b).fold(0, |d, (x, y)| d | (x ^ y)) == 0
+}
+
+/// Whether a lingering socket's peer has still not closed.
+fn reads_on(s: &mut TcpStream) -> bool {
+    let mut bytes = [0; 4096];
+    loop {
+        match s.read(&mut bytes) {
+            Ok(0) => return false,
+            Ok(_) => {}
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return e.kind() == ErrorKind::WouldBlock,
+        }
+    }
+}
