@@ -19,6 +19,8 @@ pub mod gate;
 #[cfg(not(loom))]
 pub mod handle;
 #[cfg(not(loom))]
+pub mod ibverbs;
+#[cfg(not(loom))]
 pub mod log;
 #[cfg(not(loom))]
 pub mod net;

@@ -18,6 +18,7 @@ struct Run {
     send: Kind,
     recv: Kind,
     layout: Layout,
+    env: &'static [(&'static str, &'static str)],
 }
 
 impl Run {
@@ -28,6 +29,7 @@ impl Run {
             send: Kind::Malloc,
             recv: Kind::Mmap,
             layout: Layout::Processes,
+            env: &[],
         }
     }
 
@@ -41,7 +43,11 @@ impl Run {
             send: self.send,
             recv: self.recv,
             layout: self.layout,
-            env: Vec::new(),
+            env: self
+                .env
+                .iter()
+                .map(|(k, v)| (k.to_string(), v.to_string()))
+                .collect(),
             library_dir,
             timeout: Duration::from_secs(150),
         };
@@ -115,7 +121,7 @@ macro_rules! device {
 
             fn run(group: &'static str) {
                 let (send, recv) = (Kind::$send, Kind::$recv);
-                Run { group, abi: $abi, send, recv, layout: Layout::Processes }.go();
+                Run { group, abi: $abi, send, recv, layout: Layout::Processes, env: &[] }.go();
             }
 
             #[test]
@@ -172,6 +178,7 @@ mod threads {
             send: kind,
             recv: kind,
             layout: Layout::Threads,
+            env: &[],
         }
         .go();
     }
@@ -196,5 +203,107 @@ mod threads {
         for group in ["data", "memory"] {
             run(group, 12, Kind::Cuda);
         }
+    }
+}
+
+/// All over TCP, as between hosts; GPU memory goes through page-locked chunks.
+mod tcp {
+    use super::{Kind, Layout, Run};
+
+    const ONE: &[(&str, &str)] = &[("VCCL_TRANSPORT", "tcp")];
+    /// Messages are split over these, and overtake each other.
+    const FIVE: &[(&str, &str)] = &[("VCCL_TRANSPORT", "tcp"), ("VCCL_NSOCKS_PERTHREAD", "5")];
+    const IPV6: &[(&str, &str)] = &[
+        ("VCCL_TRANSPORT", "tcp"),
+        ("NCCL_SOCKET_IFNAME", "lo"),
+        ("NCCL_SOCKET_FAMILY", "AF_INET6"),
+    ];
+
+    fn run(
+        groups: &[&'static str],
+        (send, recv): (Kind, Kind),
+        layout: Layout,
+        env: &'static [(&'static str, &'static str)],
+    ) {
+        for group in groups {
+            Run {
+                group,
+                abi: 8,
+                send,
+                recv,
+                layout,
+                env,
+            }
+            .go();
+        }
+    }
+
+    const ALL: [&str; 7] = [
+        "setup",
+        "data",
+        "memory",
+        "errors",
+        "lifecycle",
+        "kill",
+        "scale",
+    ];
+    const MOST: [&str; 6] = ["setup", "data", "memory", "errors", "lifecycle", "kill"];
+
+    #[test]
+    fn host() {
+        run(&ALL, (Kind::Malloc, Kind::Mmap), Layout::Processes, ONE);
+    }
+
+    #[test]
+    fn handles() {
+        run(
+            &["handles"],
+            (Kind::Malloc, Kind::Malloc),
+            Layout::Processes,
+            ONE,
+        );
+    }
+
+    #[test]
+    fn host_over_several_sockets() {
+        run(&MOST, (Kind::Malloc, Kind::Mmap), Layout::Processes, FIVE);
+    }
+
+    #[test]
+    fn host_over_ipv6() {
+        let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
+        if !has_ipv6 {
+            println!("skipped: this machine has no IPv6");
+            return;
+        }
+        run(
+            &["setup", "data"],
+            (Kind::Malloc, Kind::Malloc),
+            Layout::Processes,
+            IPV6,
+        );
+    }
+
+    #[test]
+    fn cuda() {
+        run(&ALL, (Kind::Cuda, Kind::Cuda), Layout::Processes, ONE);
+    }
+
+    #[test]
+    fn vmm_over_several_sockets() {
+        run(&MOST, (Kind::Vmm, Kind::Vmm), Layout::Processes, FIVE);
+    }
+
+    #[test]
+    fn host_to_vmm_and_back() {
+        run(&MOST, (Kind::Malloc, Kind::Vmm), Layout::Processes, ONE);
+        run(&MOST, (Kind::Vmm, Kind::Malloc), Layout::Processes, ONE);
+    }
+
+    #[test]
+    fn threads() {
+        let groups = ["setup", "data", "memory", "errors"];
+        run(&groups, (Kind::Malloc, Kind::Malloc), Layout::Threads, ONE);
+        run(&groups, (Kind::Cuda, Kind::Cuda), Layout::Threads, ONE);
     }
 }

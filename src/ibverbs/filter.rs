@@ -63,7 +63,9 @@ impl Filter {
                 return Err(refused("no device is named"));
             }
             if name.starts_with(['^', '=']) {
-                return Err(refused("^ and = stand once, in front of all names, as in ^=a,b"));
+                return Err(refused(
+                    "^ and = stand once, in front of all names, as in ^=a,b",
+                ));
             }
             let port = match port {
                 None => None,

@@ -204,7 +204,7 @@ pub struct PortAttr {
     /// Speed of a lane, as a bit, in a wider field; see above.
     pub active_speed_ex: u32,
     /// Room for what later versions may add.
-    _reserve: [u64; 8],
+    pub reserve: [u64; 8],
 }
 
 /// `union ibv_gid`, as bytes in the order of the network.
@@ -469,9 +469,9 @@ pub struct SendWr {
     /// The place in the peer's memory.
     pub rdma: Rdma,
     /// Of extended connections only.
-    _xrc: u64,
+    pub xrc: u64,
     /// Of memory windows and segmentation offload only.
-    _bind_or_tso: [u64; 6],
+    pub bind_or_tso: [u64; 6],
 }
 
 impl Default for SendWr {
@@ -485,8 +485,8 @@ impl Default for SendWr {
             send_flags: 0,
             imm_data: 0,
             rdma: Rdma::default(),
-            _xrc: 0,
-            _bind_or_tso: [0; 6],
+            xrc: 0,
+            bind_or_tso: [0; 6],
         }
     }
 }
@@ -836,8 +836,8 @@ const _: () = {
     assert!(offset_of!(SendWr, rdma) == 40);
     assert!(offset_of!(SendWr, rdma.remote_addr) == 40);
     assert!(offset_of!(SendWr, rdma.rkey) == 48);
-    assert!(offset_of!(SendWr, _xrc) == 72);
-    assert!(offset_of!(SendWr, _bind_or_tso) == 80);
+    assert!(offset_of!(SendWr, xrc) == 72);
+    assert!(offset_of!(SendWr, bind_or_tso) == 80);
     assert!(size_of::<RecvWr>() == 32);
     assert!(offset_of!(RecvWr, wr_id) == 0);
     assert!(offset_of!(RecvWr, next) == 8);

@@ -148,10 +148,12 @@ impl Handle {
                 let scope = u32::from_le_bytes(take(from, 92));
                 Some(SocketAddrV6::new(ip.into(), port, 0, scope).into())
             }
-            n => return Err(Error::invalid_argument(format!(
+            n => {
+                return Err(Error::invalid_argument(format!(
                 "the handle has an address of the unknown family {n}: use the same library on all \
                      ranks"
-            ))),
+            )))
+            }
         };
         let secret = take(from, 32);
         let tcp = at.map(|at| tcp::Address {

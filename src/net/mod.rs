@@ -305,7 +305,10 @@ impl Connecting {
             Some(why) if allowed.allow(Transport::Tcp) && to.tcp.is_some() => {
                 Connecting::tcp(to, why.into())
             }
-            _ => copy_engine::Connecting::new(to.address).map(Connecting::Local),
+            _ => match copy_engine::Connecting::new(to.address) {
+                Ok(c) => Ok(Connecting::Local(c)),
+                Err(e) => Err(e.context("connecting")),
+            },
         }
     }
 
@@ -320,7 +323,10 @@ impl Connecting {
                 "{why}, and VCCL_TRANSPORT excludes TCP"
             )));
         }
-        tcp::Connecting::new(address).map(|c| Connecting::Tcp(c, why))
+        match tcp::Connecting::new(address) {
+            Ok(c) => Ok(Connecting::Tcp(c, why)),
+            Err(e) => Err(e.context(over_tcp(&to.place, &why))),
+        }
     }
 
     fn age(&self) -> Duration {
@@ -395,7 +401,7 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
     let known = tried.and_then(|n| lock(&ATTEMPTS).as_mut()?.live.remove(&n));
     let mut connecting = match known {
         Some(c) => c,
-        None => Connecting::new(&to).map_err(|e| e.context("connecting"))?,
+        None => Connecting::new(&to)?,
     };
     match connecting.poll() {
         Ok(None) => {
@@ -422,10 +428,12 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
         }
         Err(e) => {
             set_attempt(handle, None);
-            let local = matches!(connecting, Connecting::Local(_));
-            Err(match e.code() {
-                ResultCode::REMOTE if local => e.context(unreachable_text(&to.place)),
-                _ => e.context("connecting"),
+            Err(match (&connecting, e.code()) {
+                (Connecting::Local(_), ResultCode::REMOTE) => {
+                    e.context(unreachable_text(&to.place))
+                }
+                (Connecting::Local(_), _) => e.context("connecting"),
+                (Connecting::Tcp(_, why), _) => e.context(over_tcp(&to.place, why)),
             })
         }
     }
@@ -442,6 +450,18 @@ fn elsewhere(there: &Place) -> Option<&'static str> {
     } else {
         None
     }
+}
+
+/// What was tried over TCP, and what may be better.
+#[cold]
+fn over_tcp(there: &Place, why: &str) -> String {
+    let cure = match elsewhere(there) {
+        Some(why) if why.ends_with("namespace") => {
+            " (ranks of one host that start in one network namespace, as with --network=host, need no TCP)"
+        }
+        _ => "",
+    };
+    format!("connecting over TCP, for {why}{cure}")
 }
 
 /// Why a listener may be out of reach, from where it is and where we are.

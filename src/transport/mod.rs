@@ -1,6 +1,7 @@
 //! What moves the bytes of one connection, behind one trait for each end.
 
 pub mod copy_engine;
+pub mod staging;
 pub mod tcp;
 
 use std::fmt;
@@ -65,23 +66,6 @@ pub fn outside(addr: u64, len: u64, region: &Region) -> Error {
         "{len} bytes at {addr:#x} do not lie in the registered region of {} bytes at {:#x}",
         region.len, region.addr
     ))
-}
-
-/// Registers memory that the CPU itself reads and writes.
-pub(crate) fn host_region(addr: u64, len: u64, cuda: bool, id: u32) -> Result<Region> {
-    let memory = copy_engine::memory::classify(addr, len, cuda)?;
-    match memory.is_host() {
-        true => Ok(Region {
-            addr,
-            len,
-            memory,
-            id,
-        }),
-        false => Err(Error::invalid_usage(format!(
-            "{memory} cannot be sent or received over TCP by this version of vccl: between hosts, use \
-             another plugin, or keep GPU memory from it (NCCL_NET_GDR_LEVEL=LOC)"
-        ))),
-    }
 }
 
 /// What every end can do.

@@ -274,10 +274,16 @@ fn shared_handle(ctx: &mut Ctx) -> Result<()> {
             });
         }
         close_listen(ctx, l)?;
-        // Each connector says who it is.
-        for link in &mut links {
+        // Each connector says who it is. They connected at the same time, so that any may be first.
+        let mut names = Vec::new();
+        for link in &links {
             let (buffer, reg) = memory(ctx, link, 16)?;
             let r = recv(ctx, link, &reg, 0, 16, 0)?;
+            names.push((buffer, reg, r));
+        }
+        // Small allocations share a block of the GPU, so none is freed while another is received into.
+        let mut kept = Vec::new();
+        for (link, (buffer, reg, r)) in links.iter_mut().zip(names) {
             let size = wait(ctx, "the connector's name", r)?;
             ensure!(size == 16, "the connector's name has {size} bytes");
             let mut name = [0u8; 16];
@@ -289,7 +295,9 @@ fn shared_handle(ctx: &mut Ctx) -> Result<()> {
             link.peer = name[1] as usize;
             link.id = (link.peer - 1) * EACH + name[2] as usize;
             ctx.deregister(vec![reg])?;
+            kept.push(buffer);
         }
+        drop(kept);
         links.sort_by_key(|l| l.id);
         let ids: Vec<usize> = links.iter().map(|l| l.id).collect();
         ensure!(

@@ -13,7 +13,8 @@ pub mod wire;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -27,8 +28,43 @@ use self::send::SendConnection;
 use self::service::{Listener, Service};
 use self::wire::{check_answer, Hello, ANSWER_LEN};
 use super::copy_engine::link::random;
+use super::copy_engine::memory::classify;
+use super::staging::Staging;
+use super::{Memory, Region};
 use crate::config;
 use crate::error::{Error, Result};
+
+/// Registers memory with one end; GPU memory is staged, by what `staging` gets at the first such call.
+fn register(
+    staging: &OnceLock<Staging>,
+    making: &Mutex<()>,
+    regions: &AtomicU32,
+    (addr, len, cuda): (u64, u64, bool),
+) -> Result<Region> {
+    let memory = classify(addr, len, cuda)?;
+    if let Memory::Device(ordinal) = memory {
+        let _one_at_a_time = making.lock().unwrap_or_else(|e| e.into_inner());
+        if staging.get().is_none() {
+            let _ = staging.set(Staging::new(ordinal)?);
+        }
+    }
+    Ok(Region {
+        addr,
+        len,
+        memory,
+        id: regions.fetch_add(1, Ordering::Relaxed),
+    })
+}
+
+/// Waits for the copies of an end whose memory or whose life ends.
+fn drain(staging: &OnceLock<Staging>, peer: &str, deadline: Instant) {
+    if staging.get().is_some_and(|s| !s.drain(deadline)) {
+        log::warn!(
+            "{peer}: copies are still in flight after {} ms (VCCL_CLOSE_TIMEOUT)",
+            config::current().close_timeout_ms
+        );
+    }
+}
 
 /// Requests of one end.
 pub(crate) const RING: usize = 64;

@@ -1,16 +1,17 @@
 //! The receiving end.
 
 use std::net::{SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FRAME_LEN, POST_LEN};
-use super::{lost, receive, transmit, Moved, RING};
+use super::{drain, lost, receive, register, transmit, Moved, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::{host_region, outside, End, RecvEnd, Region};
+use crate::transport::staging::{Staging, CHUNK, CHUNKS};
+use crate::transport::{outside, End, Memory, RecvEnd, Region};
 
 /// What is read ahead of a socket: heads of frames, and whole small messages.
 const AHEAD: usize = 16 << 10;
@@ -22,8 +23,31 @@ const NOBODY: u8 = u8::MAX;
 #[derive(Clone, Copy, Debug)]
 struct Payload {
     request: usize,
+    /// Where the next of them goes.
     addr: u64,
     left: u64,
+    /// It goes into a GPU: by way of a chunk, once there is one.
+    device: bool,
+    chunk: Option<(usize, usize)>,
+}
+
+/// What a chunk is used for.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+enum Use {
+    #[default]
+    Free,
+    /// It is read into.
+    Filling,
+    /// The copy out of it is in flight.
+    Copying,
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Chunk {
+    used: Use,
+    step: u32,
+    request: usize,
+    len: u64,
 }
 
 #[derive(Debug)]
@@ -40,12 +64,17 @@ struct In {
 struct Request {
     live: bool,
     seq: u32,
+    tag: u32,
     addr: u64,
     capacity: u64,
     region: u32,
     /// Bytes of the message, once its first frame has come.
     total: Option<u64>,
     got: u64,
+    /// It goes into a GPU.
+    device: bool,
+    /// Bytes that are where they belong.
+    arrived: u64,
     /// Bytes of a message that does not fit.
     too_large: Option<u64>,
 }
@@ -55,6 +84,7 @@ struct State {
     ins: Box<[In]>,
     requests: [Request; RING],
     by_slot: [u8; RING],
+    chunks: [Chunk; CHUNKS],
     next: u32,
     posts: [u8; RING * POST_LEN],
     have: usize,
@@ -67,6 +97,8 @@ pub struct RecvConnection {
     gate: Gate<State>,
     failed: OnceLock<Error>,
     regions: AtomicU32,
+    staging: OnceLock<Staging>,
+    making: Mutex<()>,
     peer: String,
 }
 
@@ -90,12 +122,15 @@ impl RecvConnection {
                 ins,
                 requests: [Request::default(); RING],
                 by_slot: [NOBODY; RING],
+                chunks: [Chunk::default(); CHUNKS],
                 next: 0,
                 posts: [0; RING * POST_LEN],
                 have: 0,
             }),
             failed: OnceLock::new(),
             regions: AtomicU32::new(0),
+            staging: OnceLock::new(),
+            making: Mutex::new(()),
             peer: format!("connection from {peer}"),
         }
     }
@@ -146,16 +181,19 @@ impl RecvConnection {
     #[inline]
     fn progress(&self, st: &mut State) -> Result<()> {
         self.flush(st)?;
-        let State {
-            ins,
-            requests,
-            by_slot,
-            ..
-        } = st;
+        let mut ins = std::mem::take(&mut st.ins);
+        let r = self.read(&mut ins, st);
+        st.ins = ins;
+        r
+    }
+
+    #[inline]
+    fn read(&self, ins: &mut [In], st: &mut State) -> Result<()> {
+        self.unstage(st);
         for i in ins.iter_mut() {
             let mut taken = 0;
             while taken < POLL_BYTES && !i.ended {
-                match self.step(i, requests, by_slot)? {
+                match self.step(i, st)? {
                     0 => break,
                     n => taken += n,
                 }
@@ -164,54 +202,103 @@ impl RecvConnection {
         Ok(())
     }
 
-    /// One step on one socket: bytes that moved, or 0.
-    fn step(
-        &self,
-        i: &mut In,
-        requests: &mut [Request; RING],
-        by_slot: &[u8; RING],
-    ) -> Result<usize> {
-        if let Some(p) = &mut i.payload {
-            let ahead = (i.to - i.from) as u64;
-            let n = match ahead {
-                0 => {
-                    // SAFETY: the range lies in the buffer of a live receive (`frame` checks it), whose
-                    // memory stays registered until it is over or the connection has failed.
-                    match unsafe { receive(&i.socket, p.addr, p.left as usize) } {
-                        Moved::Nothing => return Ok(0),
-                        Moved::End => return Err(self.fail(lost(&self.peer, None))),
-                        Moved::Failed(e) => return Err(self.fail(lost(&self.peer, Some(e)))),
-                        Moved::Bytes(n) => n as u64,
-                    }
-                }
-                _ => {
-                    let n = ahead.min(p.left);
-                    // SAFETY: as above; the source is a buffer of ours that holds so much.
-                    unsafe {
-                        std::ptr::copy_nonoverlapping(
-                            i.ahead[i.from..].as_ptr(),
-                            p.addr as *mut u8,
-                            n as usize,
-                        )
-                    };
-                    i.from += n as usize;
-                    n
-                }
-            };
-            p.addr += n;
-            p.left -= n;
-            requests[p.request].got += n;
-            if p.left == 0 {
-                i.payload = None;
+    /// Frees the chunks whose copies are over.
+    #[inline]
+    fn unstage(&self, st: &mut State) {
+        let Some(staging) = self.staging.get() else {
+            return;
+        };
+        for (i, c) in st.chunks.iter_mut().enumerate() {
+            if c.used == Use::Copying && staging.is_over(i, c.step) {
+                c.used = Use::Free;
+                st.requests[c.request].arrived += c.len;
             }
-            return Ok(n as usize);
+        }
+    }
+
+    /// Bytes of a frame: how many came.
+    fn payload(&self, i: &mut In, p: &mut Payload, st: &mut State) -> Result<usize> {
+        let (addr, most) = match (p.device, p.chunk, self.staging.get()) {
+            (false, ..) => (p.addr, p.left),
+            (true, _, None) => return Err(self.breach("GPU memory without staging")),
+            (true, Some((c, have)), Some(s)) => {
+                (s.host(c) + have as u64, p.left.min((CHUNK - have) as u64))
+            }
+            (true, None, Some(s)) => {
+                let Some(c) = st.chunks.iter().position(|c| c.used == Use::Free) else {
+                    return Ok(0);
+                };
+                st.chunks[c].used = Use::Filling;
+                p.chunk = Some((c, 0));
+                (s.host(c), p.left.min(CHUNK as u64))
+            }
+        };
+        let ahead = (i.to - i.from) as u64;
+        let n = match ahead {
+            0 => {
+                // SAFETY: the range lies in a chunk of ours or in the buffer of a live receive (`frame`
+                // checks it), whose memory stays registered until it is over or the connection has failed.
+                match unsafe { receive(&i.socket, addr, most as usize) } {
+                    Moved::Nothing => return Ok(0),
+                    Moved::End => return Err(self.fail(lost(&self.peer, None))),
+                    Moved::Failed(e) => return Err(self.fail(lost(&self.peer, Some(e)))),
+                    Moved::Bytes(n) => n,
+                }
+            }
+            _ => {
+                let n = ahead.min(most) as usize;
+                // SAFETY: as above; the source is a buffer of ours that holds so much.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(i.ahead[i.from..].as_ptr(), addr as *mut u8, n)
+                };
+                i.from += n;
+                n
+            }
+        };
+        p.left -= n as u64;
+        let r = &mut st.requests[p.request];
+        r.got += n as u64;
+        match (&mut p.chunk, self.staging.get()) {
+            (Some((c, have)), Some(s)) => {
+                *have += n;
+                if *have == CHUNK || p.left == 0 {
+                    let (c, have) = (*c, *have);
+                    let step = st.chunks[c].step.wrapping_add(1);
+                    st.chunks[c] = Chunk {
+                        used: Use::Copying,
+                        step,
+                        request: p.request,
+                        len: have as u64,
+                    };
+                    // SAFETY: the range lies in the buffer of a live receive, and `deregister` waits for
+                    // copies into it.
+                    unsafe { s.copy(c, p.addr, have, false, step) }
+                        .map_err(|e| self.fail(e.context(&self.peer)))?;
+                    p.addr += have as u64;
+                    p.chunk = None;
+                }
+            }
+            _ => {
+                p.addr += n as u64;
+                r.arrived += n as u64;
+            }
+        }
+        Ok(n)
+    }
+
+    /// One step on one socket: bytes that moved, or 0.
+    fn step(&self, i: &mut In, st: &mut State) -> Result<usize> {
+        if let Some(mut p) = i.payload {
+            let n = self.payload(i, &mut p, st)?;
+            i.payload = (p.left > 0).then_some(p);
+            return Ok(n);
         }
         if i.to - i.from >= FRAME_LEN {
             let head: [u8; FRAME_LEN] = i.ahead[i.from..i.from + FRAME_LEN]
                 .try_into()
                 .expect("32 bytes");
             i.from += FRAME_LEN;
-            self.frame(i, &head, requests, by_slot)?;
+            self.frame(i, &head, st)?;
             return Ok(FRAME_LEN);
         }
         i.ahead.copy_within(i.from..i.to, 0);
@@ -234,18 +321,12 @@ impl RecvConnection {
         }
     }
 
-    fn frame(
-        &self,
-        i: &mut In,
-        head: &[u8; FRAME_LEN],
-        requests: &mut [Request; RING],
-        by_slot: &[u8; RING],
-    ) -> Result<()> {
+    fn frame(&self, i: &mut In, head: &[u8; FRAME_LEN], st: &mut State) -> Result<()> {
         let Some(f) = Frame::decode(head) else {
             return Err(self.breach("a frame contradicts itself"));
         };
-        let index = by_slot[f.seq as usize % RING] as usize;
-        let r = match requests.get_mut(index) {
+        let index = st.by_slot[f.seq as usize % RING] as usize;
+        let r = match st.requests.get_mut(index) {
             Some(r) if r.live && r.seq == f.seq && r.too_large.is_none() => r,
             _ => return Err(self.breach("a frame is for a receive that is not posted")),
         };
@@ -265,6 +346,8 @@ impl RecvConnection {
                 request: index,
                 addr: r.addr + f.offset,
                 left: f.len,
+                device: r.device,
+                chunk: None,
             });
         }
         Ok(())
@@ -278,18 +361,37 @@ impl RecvConnection {
                 self.peer, r.capacity
             )));
         }
-        Ok((r.total == Some(r.got)).then_some(r.got as usize))
+        Ok((r.total == Some(r.arrived)).then_some(r.arrived as usize))
+    }
+
+    /// Whether a receive with the same tag that was posted before is not over: messages that take different
+    /// sockets overtake each other, and nobody shall see that.
+    fn is_overtaking(st: &State, r: &Request) -> bool {
+        st.requests.iter().any(|o| {
+            o.live
+                && o.tag == r.tag
+                && o.seq != r.seq
+                && r.seq.wrapping_sub(o.seq) < RING as u32
+                && o.total != Some(o.arrived)
+                && o.too_large.is_none()
+        })
     }
 }
 
 impl End for RecvConnection {
     fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        let id = self.regions.fetch_add(1, Ordering::Relaxed);
-        host_region(addr, len, cuda, id).map_err(|e| e.context(&self.peer))
+        register(
+            &self.staging,
+            &self.making,
+            &self.regions,
+            (addr, len, cuda),
+        )
+        .map_err(|e| e.context(&self.peer))
     }
 
     fn deregister(&self, region: Region) -> Result<()> {
-        let Some(st) = self.gate.enter_by(close_deadline()) else {
+        let deadline = close_deadline();
+        let Some(st) = self.gate.enter_by(deadline) else {
             log::warn!("{}: in use as a registration ends", self.peer);
             return Ok(());
         };
@@ -298,6 +400,7 @@ impl End for RecvConnection {
                 "{}: memory was deregistered while receives into it were posted",
                 self.peer
             )));
+            drain(&self.staging, &self.peer, deadline);
         }
         Ok(())
     }
@@ -313,9 +416,16 @@ impl End for RecvConnection {
         let outcome = match self.outcome(&st.requests[index]) {
             Ok(None) => match trouble {
                 Err(e) => Err(e),
-                Ok(()) if st.ins.iter().all(|i| i.ended) => Err(self.fail(lost(&self.peer, None))),
+                // All of it has come, and is on its way into the GPU.
+                Ok(()) if st.requests[index].total == Some(st.requests[index].got) => {
+                    return Ok(None)
+                }
+                Ok(()) if st.ins.iter().all(|i| i.ended) => Err(lost(&self.peer, None)),
                 Ok(()) => return Ok(None),
             },
+            Ok(Some(_)) if trouble.is_ok() && Self::is_overtaking(st, &st.requests[index]) => {
+                return Ok(None)
+            }
             r => r,
         };
         let r = &mut st.requests[index];
@@ -325,13 +435,18 @@ impl End for RecvConnection {
     }
 
     fn check(&self) -> Result<()> {
-        Ok(())
+        match self.staging.get() {
+            Some(s) => s.check().map_err(|e| self.fail(e.context(&self.peer))),
+            None => Ok(()),
+        }
     }
 
     fn close(&mut self) -> Result<()> {
-        if let Some(mut st) = self.gate.enter_by(close_deadline()) {
+        let deadline = close_deadline();
+        if let Some(mut st) = self.gate.enter_by(deadline) {
             st.ins = Box::default();
         }
+        drain(&self.staging, &self.peer, deadline);
         Ok(())
     }
 
@@ -359,9 +474,11 @@ impl RecvEnd for RecvConnection {
         st.requests[index] = Request {
             live: true,
             seq,
+            tag,
             addr,
             capacity: len,
             region: region.id,
+            device: matches!(region.memory, Memory::Device(_)),
             ..Request::default()
         };
         st.next = seq.wrapping_add(1);

@@ -2,16 +2,17 @@
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FRAME_LEN, POST_LEN};
-use super::{lost, receive, transmit, Moved, RING};
+use super::{drain, lost, receive, register, transmit, Moved, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::{host_region, outside, End, Region, SendEnd};
+use crate::transport::staging::{Staging, CHUNK, CHUNKS};
+use crate::transport::{outside, End, Memory, Region, SendEnd};
 
 /// A message is split over sockets only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;
@@ -24,6 +25,40 @@ struct Item {
     head_sent: usize,
     addr: u64,
     len: u64,
+    /// The chunk that holds its bytes.
+    chunk: Option<usize>,
+}
+
+/// A message out of a GPU that is not all in chunks yet.
+#[derive(Clone, Copy, Debug)]
+struct Staged {
+    request: usize,
+    seq: u32,
+    addr: u64,
+    total: u64,
+    copied: u64,
+}
+
+/// What a chunk is used for.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+enum Use {
+    #[default]
+    Free,
+    /// The copy into it is in flight.
+    Copying,
+    /// A frame is sent out of it.
+    Sending,
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Chunk {
+    used: Use,
+    step: u32,
+    request: usize,
+    seq: u32,
+    total: u64,
+    offset: u64,
+    len: u64,
 }
 
 #[derive(Debug)]
@@ -35,6 +70,8 @@ struct Out {
 #[derive(Clone, Copy, Default, Debug)]
 struct Request {
     live: bool,
+    /// Its number among the sends.
+    order: u32,
     /// Frames that are not out yet.
     frames: u32,
     len: u64,
@@ -46,9 +83,16 @@ struct Request {
 #[derive(Debug)]
 struct State {
     outs: Box<[Out]>,
+    /// Number of the next send.
+    order: u32,
     /// Which socket the next small message takes.
     turn: usize,
     requests: [Request; RING],
+    staged: VecDeque<Staged>,
+    chunks: [Chunk; CHUNKS],
+    /// The chunk that is filled next, and the one whose frame is sent next.
+    fill: usize,
+    send: usize,
     posts: VecDeque<Post>,
     /// Number of the next post that will come.
     next: u32,
@@ -64,6 +108,8 @@ pub struct SendConnection {
     gate: Gate<State>,
     failed: OnceLock<Error>,
     regions: AtomicU32,
+    staging: OnceLock<Staging>,
+    making: Mutex<()>,
     peer: String,
     closed: bool,
 }
@@ -82,8 +128,13 @@ impl SendConnection {
             service,
             gate: Gate::new(State {
                 outs,
+                order: 0,
                 turn: 0,
                 requests: [Request::default(); RING],
+                staged: VecDeque::with_capacity(RING),
+                chunks: [Chunk::default(); CHUNKS],
+                fill: 0,
+                send: 0,
                 posts: VecDeque::with_capacity(RING),
                 next: 0,
                 bytes: [0; RING * POST_LEN],
@@ -91,6 +142,8 @@ impl SendConnection {
             }),
             failed: OnceLock::new(),
             regions: AtomicU32::new(0),
+            staging: OnceLock::new(),
+            making: Mutex::new(()),
             peer: format!("connection to {peer}"),
             closed: false,
         }
@@ -145,6 +198,58 @@ impl SendConnection {
         }
     }
 
+    /// Fills free chunks, and sends those that are full.
+    #[inline]
+    fn stage(&self, st: &mut State) -> Result<()> {
+        let Some(staging) = self.staging.get() else {
+            return Ok(());
+        };
+        while let Some(m) = st.staged.front_mut() {
+            let c = &mut st.chunks[st.fill];
+            if c.used != Use::Free {
+                break;
+            }
+            let len = (m.total - m.copied).min(CHUNK as u64);
+            *c = Chunk {
+                used: Use::Copying,
+                step: c.step.wrapping_add(1),
+                request: m.request,
+                seq: m.seq,
+                total: m.total,
+                offset: m.copied,
+                len,
+            };
+            let from = m.addr + m.copied;
+            // SAFETY: the request's memory is registered, and `deregister` waits for copies out of it.
+            unsafe { staging.copy(st.fill, from, len as usize, true, c.step) }
+                .map_err(|e| self.fail(e.context(&self.peer)))?;
+            m.copied += len;
+            st.fill = (st.fill + 1) % CHUNKS;
+            if m.copied == m.total {
+                st.staged.pop_front();
+            }
+        }
+        loop {
+            let c = &mut st.chunks[st.send];
+            if c.used != Use::Copying || !staging.is_over(st.send, c.step) {
+                return Ok(());
+            }
+            c.used = Use::Sending;
+            let c = *c;
+            let frame = Frame {
+                kind: kind::DATA,
+                seq: c.seq,
+                total: c.total,
+                offset: c.offset,
+                len: c.len,
+            };
+            let chunk = st.send;
+            st.send = (st.send + 1) % CHUNKS;
+            let socket = st.turn();
+            st.enqueue(socket, c.request, frame, staging.host(chunk), Some(chunk));
+        }
+    }
+
     /// Sends what the sockets take.
     #[inline]
     fn flush(&self, st: &mut State) -> Result<()> {
@@ -164,6 +269,9 @@ impl SendConnection {
                         item.len -= (n - of_head) as u64;
                         if item.head_sent == FRAME_LEN && item.len == 0 {
                             st.requests[item.request].frames -= 1;
+                            if let Some(c) = item.chunk {
+                                st.chunks[c].used = Use::Free;
+                            }
                             out.queue.pop_front();
                         }
                     }
@@ -175,15 +283,30 @@ impl SendConnection {
 }
 
 impl State {
-    fn enqueue(&mut self, socket: usize, request: usize, frame: Frame, addr: u64) {
-        self.requests[request].frames += 1;
+    /// The caller has counted the frame.
+    fn enqueue(
+        &mut self,
+        socket: usize,
+        request: usize,
+        frame: Frame,
+        addr: u64,
+        chunk: Option<usize>,
+    ) {
         self.outs[socket].queue.push_back(Item {
             request,
             head: frame.encode(),
             head_sent: 0,
             addr,
             len: frame.len,
+            chunk,
         });
+    }
+
+    /// The socket whose turn it is.
+    fn turn(&mut self) -> usize {
+        let socket = self.turn;
+        self.turn = (socket + 1) % self.outs.len();
+        socket
     }
 
     /// A message over as many sockets as it is worth.
@@ -199,21 +322,27 @@ impl State {
                 offset,
                 len: each.min(total - offset),
             };
-            let socket = self.turn;
-            self.turn = (self.turn + 1) % self.outs.len();
-            self.enqueue(socket, request, frame, addr + offset);
+            let socket = self.turn();
+            self.requests[request].frames += 1;
+            self.enqueue(socket, request, frame, addr + offset, None);
         }
     }
 }
 
 impl End for SendConnection {
     fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        let id = self.regions.fetch_add(1, Ordering::Relaxed);
-        host_region(addr, len, cuda, id).map_err(|e| e.context(&self.peer))
+        register(
+            &self.staging,
+            &self.making,
+            &self.regions,
+            (addr, len, cuda),
+        )
+        .map_err(|e| e.context(&self.peer))
     }
 
     fn deregister(&self, region: Region) -> Result<()> {
-        let Some(mut st) = self.gate.enter_by(close_deadline()) else {
+        let deadline = close_deadline();
+        let Some(mut st) = self.gate.enter_by(deadline) else {
             log::warn!("{}: in use as a registration ends", self.peer);
             return Ok(());
         };
@@ -224,9 +353,11 @@ impl End for SendConnection {
                 "{}: memory was deregistered while sends out of it were in flight",
                 self.peer
             )));
+            st.staged.clear();
             for out in st.outs.iter_mut() {
                 out.queue.clear();
             }
+            drain(&self.staging, &self.peer, deadline);
         }
         Ok(())
     }
@@ -237,16 +368,31 @@ impl End for SendConnection {
             return Ok(None);
         };
         let st = &mut *st;
-        let trouble = self.trouble().and_then(|()| self.flush(st));
-        let r = &mut st.requests[index];
+        let trouble = self
+            .trouble()
+            .and_then(|()| self.stage(st))
+            .and_then(|()| self.flush(st));
+        let r = st.requests[index];
         if r.frames > 0 {
-            if let Err(e) = trouble {
-                r.live = false;
-                return Err(e);
-            }
+            return match trouble {
+                Ok(()) => Ok(None),
+                Err(e) => {
+                    st.requests[index].live = false;
+                    Err(e)
+                }
+            };
+        }
+        // Those that take other sockets, or come out of a GPU, may be later; nobody shall see that.
+        let older = |o: &Request| {
+            o.live
+                && o.frames > 0
+                && r.order != o.order
+                && r.order.wrapping_sub(o.order) < RING as u32
+        };
+        if trouble.is_ok() && st.requests.iter().any(older) {
             return Ok(None);
         }
-        r.live = false;
+        st.requests[index].live = false;
         match r.capacity {
             None => Ok(Some(r.len as usize)),
             Some(capacity) => Err(Error::invalid_usage(format!(
@@ -262,6 +408,9 @@ impl End for SendConnection {
             return Ok(());
         };
         self.trouble()?;
+        if let Some(s) = self.staging.get() {
+            s.check().map_err(|e| self.fail(e.context(&self.peer)))?;
+        }
         self.read_posts(&mut st)
     }
 
@@ -270,8 +419,9 @@ impl End for SendConnection {
             return Ok(());
         }
         let unfinished = self.failed.get().is_some();
-        if let Some(mut st) = self.gate.enter_by(close_deadline()) {
-            let busy = st.outs.iter().any(|o| !o.queue.is_empty());
+        let deadline = close_deadline();
+        if let Some(mut st) = self.gate.enter_by(deadline) {
+            let busy = st.requests.iter().any(|r| r.live && r.frames > 0);
             let outs = std::mem::take(&mut st.outs);
             // Whoever gave up half a frame must not look as if all had been said.
             if !unfinished && !busy {
@@ -279,6 +429,7 @@ impl End for SendConnection {
                     .linger(Vec::from(outs).into_iter().map(|o| o.socket));
             }
         }
+        drain(&self.staging, &self.peer, deadline);
         Ok(())
     }
 
@@ -311,11 +462,13 @@ impl SendEnd for SendConnection {
         };
         st.requests[index] = Request {
             live: true,
+            order: st.order,
             frames: 0,
             len,
             region: region.id,
             capacity: (len > post.capacity).then_some(post.capacity),
         };
+        st.order = st.order.wrapping_add(1);
         if len > post.capacity {
             let frame = Frame {
                 kind: kind::TOO_LARGE,
@@ -324,12 +477,22 @@ impl SendEnd for SendConnection {
                 offset: 0,
                 len: 0,
             };
-            st.enqueue(0, index, frame, addr);
+            st.requests[index].frames = 1;
+            st.enqueue(0, index, frame, addr, None);
+        } else if matches!(region.memory, Memory::Device(_)) && len > 0 {
+            st.requests[index].frames = len.div_ceil(CHUNK as u64) as u32;
+            st.staged.push_back(Staged {
+                request: index,
+                seq: post.seq,
+                addr,
+                total: len,
+                copied: 0,
+            });
         } else {
             st.split(index, post.seq, addr, len);
         }
         // Trouble here is told by test: the request has begun.
-        let _ = self.flush(st);
+        let _ = self.stage(st).and_then(|()| self.flush(st));
         Ok(true)
     }
 }

@@ -1,0 +1,78 @@
+//! GPU memory over a transport that moves host memory: chunks of page-locked memory that the copy engines
+//! fill or empty, several in flight, driven by step counters that the stream itself writes.
+
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::copy_engine::engine::{Engine, Gpu};
+use super::copy_engine::shm::Shm;
+use super::copy_engine::steps::{reached, HOST_CHUNKS};
+use crate::cuda::Relaxed;
+use crate::error::Result;
+
+/// Chunks of one end of a connection.
+pub const CHUNKS: usize = HOST_CHUNKS;
+/// Bytes of each. With 1,000 connections all chunks together stay under 1 GiB.
+pub const CHUNK: usize = 96 << 10;
+
+/// The chunks of one end, and the engine that copies.
+#[derive(Debug)]
+pub struct Staging {
+    // Dropped before the memory that it has page-locked.
+    engine: Engine,
+    shm: Arc<Shm>,
+}
+
+impl Staging {
+    /// Makes everything that the data path needs.
+    pub fn new(ordinal: i32) -> Result<Staging> {
+        let _relaxed = Relaxed::begin();
+        let (shm, _) = Shm::create(CHUNK)?;
+        let shm = Arc::new(shm);
+        let engine = Engine::new(Gpu::of_device(ordinal)?, shm.clone())?;
+        engine.register_ring()?;
+        Ok(Staging { engine, shm })
+    }
+
+    /// Where the CPU finds chunk `i`.
+    #[inline]
+    pub fn host(&self, i: usize) -> u64 {
+        self.shm.base() as u64 + self.shm.host_chunk_offset(i) as u64
+    }
+
+    /// Starts a copy between GPU memory at `gpu` and the first `len` bytes of chunk `i`; `step` is that of
+    /// the copy before in this chunk, plus one.
+    ///
+    /// # Safety
+    /// `[gpu, gpu + len)` is valid for the copy until [`Staging::is_over`], or [`Staging::drain`] says so.
+    #[inline]
+    pub unsafe fn copy(&self, i: usize, gpu: u64, len: usize, out: bool, step: u32) -> Result<()> {
+        debug_assert!(len <= CHUNK);
+        let chunk = self.engine.ring_chunk(i).expect("registered by new");
+        let (dst, src) = if out { (chunk, gpu) } else { (gpu, chunk) };
+        let word = &self.shm.shared().host[i].filled;
+        // SAFETY: the chunk lives as long as the engine; for the GPU's memory the caller's promise.
+        unsafe { self.engine.copy_then_write(dst, src, len, word, step) }
+    }
+
+    /// Whether the copy of that step is over.
+    #[inline]
+    pub fn is_over(&self, i: usize, step: u32) -> bool {
+        reached(
+            self.shm.shared().host[i].filled.load(Ordering::Acquire),
+            step,
+        )
+    }
+
+    /// Waits until no copy is in flight; says whether that came about by `deadline`.
+    pub fn drain(&self, deadline: Instant) -> bool {
+        let _relaxed = Relaxed::begin();
+        self.engine.drain(deadline).unwrap_or(true)
+    }
+
+    /// Whether a copy failed.
+    pub fn check(&self) -> Result<()> {
+        self.engine.check()
+    }
+}
