@@ -27,6 +27,8 @@ pub mod net;
 #[cfg(not(loom))]
 pub mod proxy;
 #[cfg(not(loom))]
+pub mod sync;
+#[cfg(not(loom))]
 pub mod telemetry;
 #[cfg(not(loom))]
 pub mod transport;

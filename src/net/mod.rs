@@ -6,7 +6,7 @@ mod handle;
 use std::collections::HashMap;
 use std::ffi::{c_int, CString};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 pub use self::handle::HANDLE_LEN;
@@ -17,6 +17,7 @@ use crate::cuda::Relaxed;
 use crate::error::{Error, Result, ResultCode};
 use crate::handle::Tagged;
 use crate::proxy::{Proxy, REQUESTS};
+use crate::sync::lock;
 use crate::transport::{copy_engine, tcp, End, RecvEnd, Region, SendEnd};
 
 /// Memory that the CPU can reach, in `ptr_support` and as a kind of memory (`NCCL_PTR_HOST`).
@@ -52,10 +53,6 @@ pub struct Properties {
     pub max_p2p_bytes: usize,
     /// Largest message of a collective.
     pub max_coll_bytes: usize,
-}
-
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// Calls of `init` that no `finalize` has answered.

@@ -12,7 +12,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -32,6 +32,7 @@ use super::wire::{Message, Nonce, MAX_FDS, MAX_PACKET, PROTOCOL};
 use crate::config;
 use crate::cuda::Relaxed;
 use crate::error::{Error, Result};
+use crate::sync::{lock, of_process};
 
 const TOKEN_LISTENER: u64 = 0;
 const TOKEN_WAKE: u64 = 1;
@@ -55,10 +56,6 @@ pub fn random() -> Nonce {
 
 thread_local! {
     static ON_LINK_THREAD: Cell<bool> = const { Cell::new(false) };
-}
-
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 fn address(nonce: &Nonce) -> UnixAddr {
@@ -815,17 +812,7 @@ static SERVICE: Mutex<Weak<Service>> = Mutex::new(Weak::new());
 impl Service {
     /// The service of this process; starts it if there is none.
     pub fn get() -> Result<Arc<Service>> {
-        let mut current = lock(&SERVICE);
-        if let Some(s) = current.upgrade() {
-            if s.pid == std::process::id() {
-                return Ok(s);
-            }
-            // This is a fork of the process that made it. Its thread is not here: leave it be.
-            std::mem::forget(s);
-        }
-        let s = Arc::new(Service::start()?);
-        *current = Arc::downgrade(&s);
-        Ok(s)
+        of_process(&SERVICE, |s| s.pid, Service::start)
     }
 
     fn start() -> Result<Service> {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{fence, AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::engine::{Engine, Gpu};
@@ -17,6 +17,7 @@ use crate::config;
 use crate::cuda::{AllocationHandle, DevicePtr, Driver};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
+use crate::sync::lock;
 use crate::telemetry;
 use crate::transport::{outside, End, Memory, RecvEnd, Region};
 
@@ -157,10 +158,6 @@ pub struct RecvControl {
 pub struct Accepted {
     /// Its receiving end.
     pub control: Arc<RecvControl>,
-}
-
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl RecvControl {

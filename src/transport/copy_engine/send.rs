@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{fence, AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use super::engine::{Engine, Gpu};
@@ -16,6 +16,7 @@ use super::wire::{Message, Target};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::gate::Gate;
+use crate::sync::lock;
 use crate::telemetry::{self, Path};
 use crate::transport::{outside, End, Memory, Region, SendEnd};
 
@@ -145,10 +146,6 @@ pub struct SendControl {
     /// One thread at a time makes the engine.
     making: Mutex<()>,
     phase: Mutex<Phase>,
-}
-
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl SendControl {

@@ -33,36 +33,97 @@ use super::staging::Staging;
 use super::{Memory, Region};
 use crate::config;
 use crate::error::{Error, Result};
+use crate::sync::lock;
 
-/// Registers memory with one end; GPU memory is staged, by what `staging` gets at the first such call.
-fn register(
-    staging: &OnceLock<Staging>,
-    making: &Mutex<()>,
-    regions: &AtomicU32,
-    (addr, len, cuda): (u64, u64, bool),
-) -> Result<Region> {
-    let memory = classify(addr, len, cuda)?;
-    if let Memory::Device(ordinal) = memory {
-        let _one_at_a_time = making.lock().unwrap_or_else(|e| e.into_inner());
-        if staging.get().is_none() {
-            let _ = staging.set(Staging::new(ordinal)?);
-        }
-    }
-    Ok(Region {
-        addr,
-        len,
-        memory,
-        id: regions.fetch_add(1, Ordering::Relaxed),
-    })
+/// What both ends of a connection are made of, but for the data path's state.
+#[derive(Debug)]
+pub(crate) struct Side {
+    service: Arc<Service>,
+    failed: OnceLock<Error>,
+    regions: AtomicU32,
+    staging: OnceLock<Staging>,
+    /// One thread at a time makes the staging.
+    making: Mutex<()>,
+    /// The connection's name in messages to people.
+    peer: String,
 }
 
-/// Waits for the copies of an end whose memory or whose life ends.
-fn drain(staging: &OnceLock<Staging>, peer: &str, deadline: Instant) {
-    if staging.get().is_some_and(|s| !s.drain(deadline)) {
-        log::warn!(
-            "{peer}: copies are still in flight after {} ms (VCCL_CLOSE_TIMEOUT)",
-            config::current().close_timeout_ms
-        );
+impl Side {
+    fn new(service: Arc<Service>, peer: String) -> Side {
+        Side {
+            service,
+            failed: OnceLock::new(),
+            regions: AtomicU32::new(0),
+            staging: OnceLock::new(),
+            making: Mutex::new(()),
+            peer,
+        }
+    }
+
+    /// The connection is over; the first reason counts.
+    #[cold]
+    fn fail(&self, e: Error) -> Error {
+        self.failed.get_or_init(|| e).clone()
+    }
+
+    /// The same, for a socket that is of no more use.
+    #[cold]
+    fn lost(&self, errno: Option<i32>) -> Error {
+        self.fail(lost(&self.peer, errno))
+    }
+
+    #[inline]
+    fn trouble(&self) -> Result<()> {
+        match self.failed.get() {
+            None => Ok(()),
+            Some(e) => Err(e.clone()),
+        }
+    }
+
+    /// Registers memory; GPU memory is staged, by what is made at the first such call.
+    fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
+        self.region(addr, len, cuda)
+            .map_err(|e| e.context(&self.peer))
+    }
+
+    fn region(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
+        let memory = classify(addr, len, cuda)?;
+        if let Memory::Device(ordinal) = memory {
+            let _one_at_a_time = lock(&self.making);
+            if self.staging.get().is_none() {
+                let _ = self.staging.set(Staging::new(ordinal)?);
+            }
+        }
+        Ok(Region {
+            addr,
+            len,
+            memory,
+            id: self.regions.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    /// Looks whether a copy failed.
+    fn check_copies(&self) -> Result<()> {
+        match self.staging.get() {
+            Some(s) => s.check().map_err(|e| self.copy_failed(e)),
+            None => Ok(()),
+        }
+    }
+
+    #[cold]
+    fn copy_failed(&self, e: Error) -> Error {
+        self.fail(e.context(&self.peer))
+    }
+
+    /// Waits for the copies of an end whose memory or whose life ends.
+    fn drain(&self, deadline: Instant) {
+        if self.staging.get().is_some_and(|s| !s.drain(deadline)) {
+            log::warn!(
+                "{}: copies are still in flight after {} ms (VCCL_CLOSE_TIMEOUT)",
+                self.peer,
+                config::current().close_timeout_ms
+            );
+        }
     }
 }
 
@@ -106,11 +167,7 @@ impl Listening {
 
     /// The next connection that was asked for, if there is one.
     pub fn accept(&self) -> Result<Option<RecvConnection>> {
-        let accepted = self
-            .listener
-            .waiting
-            .lock()
-            .unwrap_or_else(|e| e.into_inner())
+        let accepted = lock(&self.listener.waiting)
             .as_mut()
             .and_then(|w| w.pop_front());
         let Some(a) = accepted else {

@@ -1,16 +1,15 @@
 //! The receiving end.
 
 use std::net::{SocketAddr, TcpStream};
-use std::sync::atomic::AtomicU32;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FRAME_LEN, POST_LEN};
-use super::{drain, lost, receive, register, transmit, Moved, RING};
+use super::{lost, receive, transmit, Moved, Side, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::staging::{Staging, CHUNK, CHUNKS};
+use crate::transport::staging::{CHUNK, CHUNKS};
 use crate::transport::{outside, End, Memory, RecvEnd, Region};
 
 /// What is read ahead of a socket: heads of frames, and whole small messages.
@@ -93,13 +92,8 @@ struct State {
 /// The receiving end of a connection.
 #[derive(Debug)]
 pub struct RecvConnection {
-    _service: Arc<Service>,
+    side: Side,
     gate: Gate<State>,
-    failed: OnceLock<Error>,
-    regions: AtomicU32,
-    staging: OnceLock<Staging>,
-    making: Mutex<()>,
-    peer: String,
 }
 
 impl RecvConnection {
@@ -117,7 +111,7 @@ impl RecvConnection {
             })
             .collect();
         RecvConnection {
-            _service: service,
+            side: Side::new(service, format!("connection from {peer}")),
             gate: Gate::new(State {
                 ins,
                 requests: [Request::default(); RING],
@@ -127,33 +121,15 @@ impl RecvConnection {
                 posts: [0; RING * POST_LEN],
                 have: 0,
             }),
-            failed: OnceLock::new(),
-            regions: AtomicU32::new(0),
-            staging: OnceLock::new(),
-            making: Mutex::new(()),
-            peer: format!("connection from {peer}"),
         }
-    }
-
-    #[cold]
-    fn fail(&self, e: Error) -> Error {
-        self.failed.get_or_init(|| e).clone()
     }
 
     #[cold]
     fn breach(&self, what: &str) -> Error {
-        self.fail(Error::remote(format!(
+        self.side.fail(Error::remote(format!(
             "{}: the peer breaks the protocol: {what}",
-            self.peer
+            self.side.peer
         )))
-    }
-
-    #[inline]
-    fn trouble(&self) -> Result<()> {
-        match self.failed.get() {
-            None => Ok(()),
-            Some(e) => Err(e.clone()),
-        }
     }
 
     /// Sends the posts that the socket takes.
@@ -205,7 +181,7 @@ impl RecvConnection {
     /// Frees the chunks whose copies are over.
     #[inline]
     fn unstage(&self, st: &mut State) {
-        let Some(staging) = self.staging.get() else {
+        let Some(staging) = self.side.staging.get() else {
             return;
         };
         for (i, c) in st.chunks.iter_mut().enumerate() {
@@ -218,7 +194,7 @@ impl RecvConnection {
 
     /// Bytes of a frame: how many came.
     fn payload(&self, i: &mut In, p: &mut Payload, st: &mut State) -> Result<usize> {
-        let (addr, most) = match (p.device, p.chunk, self.staging.get()) {
+        let (addr, most) = match (p.device, p.chunk, self.side.staging.get()) {
             (false, ..) => (p.addr, p.left),
             (true, _, None) => return Err(self.breach("GPU memory without staging")),
             (true, Some((c, have)), Some(s)) => {
@@ -240,8 +216,8 @@ impl RecvConnection {
                 // checks it), whose memory stays registered until it is over or the connection has failed.
                 match unsafe { receive(&i.socket, addr, most as usize) } {
                     Moved::Nothing => return Ok(0),
-                    Moved::End => return Err(self.fail(lost(&self.peer, None))),
-                    Moved::Failed(e) => return Err(self.fail(lost(&self.peer, Some(e)))),
+                    Moved::End => return Err(self.side.lost(None)),
+                    Moved::Failed(e) => return Err(self.side.lost(Some(e))),
                     Moved::Bytes(n) => n,
                 }
             }
@@ -258,7 +234,7 @@ impl RecvConnection {
         p.left -= n as u64;
         let r = &mut st.requests[p.request];
         r.got += n as u64;
-        match (&mut p.chunk, self.staging.get()) {
+        match (&mut p.chunk, self.side.staging.get()) {
             (Some((c, have)), Some(s)) => {
                 *have += n;
                 if *have == CHUNK || p.left == 0 {
@@ -273,7 +249,7 @@ impl RecvConnection {
                     // SAFETY: the range lies in the buffer of a live receive, and `deregister` waits for
                     // copies into it.
                     unsafe { s.copy(c, p.addr, have, false, step) }
-                        .map_err(|e| self.fail(e.context(&self.peer)))?;
+                        .map_err(|e| self.side.copy_failed(e))?;
                     p.addr += have as u64;
                     p.chunk = None;
                 }
@@ -312,8 +288,8 @@ impl RecvConnection {
                 i.ended = true;
                 Ok(0)
             }
-            Moved::End => Err(self.fail(lost(&self.peer, None))),
-            Moved::Failed(e) => Err(self.fail(lost(&self.peer, Some(e)))),
+            Moved::End => Err(self.side.lost(None)),
+            Moved::Failed(e) => Err(self.side.lost(Some(e))),
             Moved::Bytes(n) => {
                 i.to += n;
                 Ok(n)
@@ -358,7 +334,7 @@ impl RecvConnection {
             return Err(Error::invalid_usage(format!(
                 "{}: a receive of {} bytes meets a send of {size} bytes: nothing was written; both sides \
                  must agree on the size",
-                self.peer, r.capacity
+                self.side.peer, r.capacity
             )));
         }
         Ok((r.total == Some(r.arrived)).then_some(r.arrived as usize))
@@ -380,27 +356,21 @@ impl RecvConnection {
 
 impl End for RecvConnection {
     fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        register(
-            &self.staging,
-            &self.making,
-            &self.regions,
-            (addr, len, cuda),
-        )
-        .map_err(|e| e.context(&self.peer))
+        self.side.register(addr, len, cuda)
     }
 
     fn deregister(&self, region: Region) -> Result<()> {
         let deadline = close_deadline();
         let Some(st) = self.gate.enter_by(deadline) else {
-            log::warn!("{}: in use as a registration ends", self.peer);
+            log::warn!("{}: in use as a registration ends", self.side.peer);
             return Ok(());
         };
         if st.requests.iter().any(|r| r.live && r.region == region.id) {
-            self.fail(Error::invalid_usage(format!(
+            self.side.fail(Error::invalid_usage(format!(
                 "{}: memory was deregistered while receives into it were posted",
-                self.peer
+                self.side.peer
             )));
-            drain(&self.staging, &self.peer, deadline);
+            self.side.drain(deadline);
         }
         Ok(())
     }
@@ -412,7 +382,7 @@ impl End for RecvConnection {
         };
         let st = &mut *st;
         // Once it has failed nothing is written any more: the memory may be gone.
-        let trouble = self.trouble().and_then(|()| self.progress(st));
+        let trouble = self.side.trouble().and_then(|()| self.progress(st));
         let outcome = match self.outcome(&st.requests[index]) {
             Ok(None) => match trouble {
                 Err(e) => Err(e),
@@ -420,7 +390,7 @@ impl End for RecvConnection {
                 Ok(()) if st.requests[index].total == Some(st.requests[index].got) => {
                     return Ok(None)
                 }
-                Ok(()) if st.ins.iter().all(|i| i.ended) => Err(lost(&self.peer, None)),
+                Ok(()) if st.ins.iter().all(|i| i.ended) => Err(lost(&self.side.peer, None)),
                 Ok(()) => return Ok(None),
             },
             Ok(Some(_)) if trouble.is_ok() && Self::is_overtaking(st, &st.requests[index]) => {
@@ -435,10 +405,7 @@ impl End for RecvConnection {
     }
 
     fn check(&self) -> Result<()> {
-        match self.staging.get() {
-            Some(s) => s.check().map_err(|e| self.fail(e.context(&self.peer))),
-            None => Ok(()),
-        }
+        self.side.check_copies()
     }
 
     fn close(&mut self) -> Result<()> {
@@ -446,12 +413,12 @@ impl End for RecvConnection {
         if let Some(mut st) = self.gate.enter_by(deadline) {
             st.ins = Box::default();
         }
-        drain(&self.staging, &self.peer, deadline);
+        self.side.drain(deadline);
         Ok(())
     }
 
     fn describe(&self) -> String {
-        self.peer.clone()
+        self.side.peer.clone()
     }
 }
 
@@ -459,13 +426,13 @@ impl RecvEnd for RecvConnection {
     #[inline]
     fn recv(&self, index: usize, addr: u64, len: u64, tag: u32, region: &Region) -> Result<bool> {
         if !region.holds(addr, len) {
-            return Err(outside(addr, len, region).context(&self.peer));
+            return Err(outside(addr, len, region).context(&self.side.peer));
         }
         let Some(mut st) = self.gate.enter()? else {
             return Ok(false);
         };
         let st = &mut *st;
-        self.trouble()?;
+        self.side.trouble()?;
         let seq = st.next;
         if st.by_slot[seq as usize % RING] != NOBODY || st.have + POST_LEN > st.posts.len() {
             return Ok(false);

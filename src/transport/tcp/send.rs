@@ -2,16 +2,15 @@
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream};
-use std::sync::atomic::AtomicU32;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FRAME_LEN, POST_LEN};
-use super::{drain, lost, receive, register, transmit, Moved, RING};
+use super::{receive, transmit, Moved, Side, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::staging::{Staging, CHUNK, CHUNKS};
+use crate::transport::staging::{CHUNK, CHUNKS};
 use crate::transport::{outside, End, Memory, Region, SendEnd};
 
 /// A message is split over sockets only in parts of this size or more.
@@ -104,13 +103,8 @@ struct State {
 /// The sending end of a connection.
 #[derive(Debug)]
 pub struct SendConnection {
-    service: Arc<Service>,
+    side: Side,
     gate: Gate<State>,
-    failed: OnceLock<Error>,
-    regions: AtomicU32,
-    staging: OnceLock<Staging>,
-    making: Mutex<()>,
-    peer: String,
     closed: bool,
 }
 
@@ -125,7 +119,7 @@ impl SendConnection {
             })
             .collect();
         SendConnection {
-            service,
+            side: Side::new(service, format!("connection to {peer}")),
             gate: Gate::new(State {
                 outs,
                 order: 0,
@@ -140,11 +134,6 @@ impl SendConnection {
                 bytes: [0; RING * POST_LEN],
                 have: 0,
             }),
-            failed: OnceLock::new(),
-            regions: AtomicU32::new(0),
-            staging: OnceLock::new(),
-            making: Mutex::new(()),
-            peer: format!("connection to {peer}"),
             closed: false,
         }
     }
@@ -156,19 +145,6 @@ impl SendConnection {
             .map_or(0, |st| st.outs.len())
     }
 
-    #[cold]
-    fn fail(&self, e: Error) -> Error {
-        self.failed.get_or_init(|| e).clone()
-    }
-
-    #[inline]
-    fn trouble(&self) -> Result<()> {
-        match self.failed.get() {
-            None => Ok(()),
-            Some(e) => Err(e.clone()),
-        }
-    }
-
     /// Takes in what the receiver has posted.
     #[inline]
     fn read_posts(&self, st: &mut State) -> Result<()> {
@@ -177,17 +153,17 @@ impl SendConnection {
             // SAFETY: a buffer of ours.
             match unsafe { receive(&st.outs[0].socket, room.as_mut_ptr() as u64, room.len()) } {
                 Moved::Nothing => return Ok(()),
-                Moved::End => return Err(self.fail(lost(&self.peer, None))),
-                Moved::Failed(errno) => return Err(self.fail(lost(&self.peer, Some(errno)))),
+                Moved::End => return Err(self.side.lost(None)),
+                Moved::Failed(errno) => return Err(self.side.lost(Some(errno))),
                 Moved::Bytes(n) => st.have += n,
             }
             let whole = st.have / POST_LEN * POST_LEN;
             for at in (0..whole).step_by(POST_LEN) {
                 let p = Post::decode(&st.bytes[at..at + POST_LEN].try_into().expect("16 bytes"));
                 if p.seq != st.next || st.posts.len() == RING {
-                    return Err(self.fail(Error::remote(format!(
+                    return Err(self.side.fail(Error::remote(format!(
                         "{}: the peer breaks the protocol: receive {} is posted where {} should be",
-                        self.peer, p.seq, st.next
+                        self.side.peer, p.seq, st.next
                     ))));
                 }
                 st.next = st.next.wrapping_add(1);
@@ -201,7 +177,7 @@ impl SendConnection {
     /// Fills free chunks, and sends those that are full.
     #[inline]
     fn stage(&self, st: &mut State) -> Result<()> {
-        let Some(staging) = self.staging.get() else {
+        let Some(staging) = self.side.staging.get() else {
             return Ok(());
         };
         while let Some(m) = st.staged.front_mut() {
@@ -222,7 +198,7 @@ impl SendConnection {
             let from = m.addr + m.copied;
             // SAFETY: the request's memory is registered, and `deregister` waits for copies out of it.
             unsafe { staging.copy(st.fill, from, len as usize, true, c.step) }
-                .map_err(|e| self.fail(e.context(&self.peer)))?;
+                .map_err(|e| self.side.copy_failed(e))?;
             m.copied += len;
             st.fill = (st.fill + 1) % CHUNKS;
             if m.copied == m.total {
@@ -261,7 +237,7 @@ impl SendConnection {
                 match unsafe { transmit(&out.socket, head, item.addr, item.len as usize) } {
                     Moved::Nothing => break,
                     Moved::End => break,
-                    Moved::Failed(errno) => return Err(self.fail(lost(&self.peer, Some(errno)))),
+                    Moved::Failed(errno) => return Err(self.side.lost(Some(errno))),
                     Moved::Bytes(n) => {
                         let of_head = n.min(head.len());
                         item.head_sent += of_head;
@@ -331,33 +307,27 @@ impl State {
 
 impl End for SendConnection {
     fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        register(
-            &self.staging,
-            &self.making,
-            &self.regions,
-            (addr, len, cuda),
-        )
-        .map_err(|e| e.context(&self.peer))
+        self.side.register(addr, len, cuda)
     }
 
     fn deregister(&self, region: Region) -> Result<()> {
         let deadline = close_deadline();
         let Some(mut st) = self.gate.enter_by(deadline) else {
-            log::warn!("{}: in use as a registration ends", self.peer);
+            log::warn!("{}: in use as a registration ends", self.side.peer);
             return Ok(());
         };
         let st = &mut *st;
         let uses = |r: &Request| r.live && r.region == region.id && r.frames > 0;
         if st.requests.iter().any(uses) {
-            self.fail(Error::invalid_usage(format!(
+            self.side.fail(Error::invalid_usage(format!(
                 "{}: memory was deregistered while sends out of it were in flight",
-                self.peer
+                self.side.peer
             )));
             st.staged.clear();
             for out in st.outs.iter_mut() {
                 out.queue.clear();
             }
-            drain(&self.staging, &self.peer, deadline);
+            self.side.drain(deadline);
         }
         Ok(())
     }
@@ -369,6 +339,7 @@ impl End for SendConnection {
         };
         let st = &mut *st;
         let trouble = self
+            .side
             .trouble()
             .and_then(|()| self.stage(st))
             .and_then(|()| self.flush(st));
@@ -398,7 +369,7 @@ impl End for SendConnection {
             Some(capacity) => Err(Error::invalid_usage(format!(
                 "{}: a send of {} bytes meets a receive of {capacity} bytes: nothing was written; both \
                  sides must agree on the size",
-                self.peer, r.len
+                self.side.peer, r.len
             ))),
         }
     }
@@ -407,10 +378,8 @@ impl End for SendConnection {
         let Some(mut st) = self.gate.enter()? else {
             return Ok(());
         };
-        self.trouble()?;
-        if let Some(s) = self.staging.get() {
-            s.check().map_err(|e| self.fail(e.context(&self.peer)))?;
-        }
+        self.side.trouble()?;
+        self.side.check_copies()?;
         self.read_posts(&mut st)
     }
 
@@ -418,23 +387,24 @@ impl End for SendConnection {
         if std::mem::replace(&mut self.closed, true) {
             return Ok(());
         }
-        let unfinished = self.failed.get().is_some();
+        let unfinished = self.side.failed.get().is_some();
         let deadline = close_deadline();
         if let Some(mut st) = self.gate.enter_by(deadline) {
             let busy = st.requests.iter().any(|r| r.live && r.frames > 0);
             let outs = std::mem::take(&mut st.outs);
             // Whoever gave up half a frame must not look as if all had been said.
             if !unfinished && !busy {
-                self.service
+                self.side
+                    .service
                     .linger(Vec::from(outs).into_iter().map(|o| o.socket));
             }
         }
-        drain(&self.staging, &self.peer, deadline);
+        self.side.drain(deadline);
         Ok(())
     }
 
     fn describe(&self) -> String {
-        self.peer.clone()
+        self.side.peer.clone()
     }
 }
 
@@ -442,13 +412,13 @@ impl SendEnd for SendConnection {
     #[inline]
     fn send(&self, index: usize, addr: u64, len: u64, tag: u32, region: &Region) -> Result<bool> {
         if !region.holds(addr, len) {
-            return Err(outside(addr, len, region).context(&self.peer));
+            return Err(outside(addr, len, region).context(&self.side.peer));
         }
         let Some(mut st) = self.gate.enter()? else {
             return Ok(false);
         };
         let st = &mut *st;
-        self.trouble()?;
+        self.side.trouble()?;
         let find = |st: &State| st.posts.iter().position(|p| p.tag == tag);
         let found = match find(st) {
             Some(i) => Some(i),

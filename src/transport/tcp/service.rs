@@ -9,7 +9,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -21,6 +21,7 @@ use super::interfaces;
 use super::wire::{answer, Hello, HELLO_LEN};
 use crate::config;
 use crate::error::{Error, Result};
+use crate::sync::{lock, of_process};
 use crate::transport::copy_engine::link::without_signals;
 
 /// How long a stranger may take to introduce itself.
@@ -69,10 +70,6 @@ pub struct Service {
     pid: u32,
 }
 
-fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(|e| e.into_inner())
-}
-
 static SERVICE: Mutex<Weak<Service>> = Mutex::new(Weak::new());
 
 fn system(what: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> Error {
@@ -82,17 +79,7 @@ fn system(what: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> Error 
 impl Service {
     /// The one of this process, started if nobody uses it yet.
     pub fn get() -> Result<Arc<Service>> {
-        let mut current = lock(&SERVICE);
-        if let Some(s) = current.upgrade() {
-            if s.pid == std::process::id() {
-                return Ok(s);
-            }
-            // This is a fork of the process that made it. Its thread is not here: leave it be.
-            std::mem::forget(s);
-        }
-        let s = Arc::new(Service::start()?);
-        *current = Arc::downgrade(&s);
-        Ok(s)
+        of_process(&SERVICE, |s| s.pid, Service::start)
     }
 
     fn start() -> Result<Service> {
