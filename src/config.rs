@@ -5,7 +5,10 @@
 //! with what is allowed, and the default stands.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::{Arc, RwLock};
+
+use crate::ibverbs::filter::Filter as HcaFilter;
 
 /// Where a setting's value came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -56,6 +59,8 @@ impl fmt::Display for ContextKind {
 pub enum Transport {
     /// Copy engines and shared memory, inside a host.
     CopyEngine,
+    /// RDMA.
+    Verbs,
     /// TCP.
     Tcp,
 }
@@ -69,6 +74,7 @@ impl Transports {
         s.split(',')
             .map(|t| match t.trim() {
                 "copy_engine" => Some(Transport::CopyEngine),
+                "verbs" => Some(Transport::Verbs),
                 "tcp" => Some(Transport::Tcp),
                 _ => None,
             })
@@ -80,6 +86,75 @@ impl Transports {
     pub fn allow(&self, t: Transport) -> bool {
         self.0.contains(&t)
     }
+}
+
+/// Addresses with the same first bits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Range {
+    address: IpAddr,
+    bits: u8,
+}
+
+impl Range {
+    fn parse(s: &str) -> Option<Range> {
+        let (address, bits) = s.split_once('/')?;
+        let address: IpAddr = address.parse().ok()?;
+        let bits = bits.parse().ok()?;
+        let most = if address.is_ipv4() { 32 } else { 128 };
+        (bits <= most).then_some(Range { address, bits })
+    }
+
+    /// Whether it has that address in it. One of no bits has all, of either family.
+    pub fn holds(&self, address: IpAddr) -> bool {
+        fn same(a: u128, b: u128, width: u32, bits: u8) -> bool {
+            bits == 0 || (a ^ b) >> (width - u32::from(bits)) == 0
+        }
+        match (self.address, address) {
+            (IpAddr::V4(a), IpAddr::V4(b)) => {
+                same(u32::from(a).into(), u32::from(b).into(), 32, self.bits)
+            }
+            (IpAddr::V6(a), IpAddr::V6(b)) => same(a.into(), b.into(), 128, self.bits),
+            _ => self.bits == 0,
+        }
+    }
+}
+
+/// Settings of RDMA.
+#[derive(Clone, Debug)]
+pub struct Ib {
+    /// `VCCL_IB_DISABLE`: no RDMA.
+    pub disable: bool,
+    /// `VCCL_IB_HCA`: the devices and ports that may be used.
+    pub hca: HcaFilter,
+    /// `VCCL_IB_GID_INDEX`: entry of the table of GIDs; `None`: chosen.
+    pub gid_index: Option<u8>,
+    /// `VCCL_IB_ROCE_VERSION_NUM`: 1 or 2.
+    pub roce_version: u8,
+    /// `VCCL_IB_ADDR_FAMILY`: whether RoCE takes IPv6 addresses first.
+    pub ipv6: bool,
+    /// `VCCL_IB_ADDR_RANGE`: the addresses that RoCE may use.
+    pub range: Range,
+    /// `VCCL_IB_TC`: traffic class.
+    pub traffic_class: u8,
+    /// `VCCL_IB_SL`: service level.
+    pub service_level: u8,
+    /// `VCCL_IB_PKEY`: index of the partition key.
+    pub pkey_index: u16,
+    /// `VCCL_IB_TIMEOUT`: how long an acknowledgement is waited for: 4.096 us times two to that.
+    pub timeout: u8,
+    /// `VCCL_IB_RETRY_CNT`: how often a write is tried again.
+    pub retries: u8,
+    /// `VCCL_IB_QPS_PER_CONNECTION`: queue pairs for each pair of ports of a connection.
+    pub qps: usize,
+    /// `VCCL_IB_ADAPTIVE_ROUTING`; `None`: where the fabric is InfiniBand.
+    pub adaptive_routing: Option<bool>,
+    /// `VCCL_IB_AR_THRESHOLD`: bytes from which on a message is written so that its packets may take
+    /// several routes.
+    pub routing_threshold: usize,
+    /// `VCCL_IB_PCI_RELAXED_ORDERING`: whether writes may overtake each other on the PCI bus.
+    pub relaxed_ordering: bool,
+    /// `VCCL_IB_GPU_DIRECT`: whether the device may be given GPU memory, where a test shows that it works.
+    pub gpu_direct: bool,
 }
 
 /// All settings, read once per `init`.
@@ -113,6 +188,8 @@ pub struct Config {
     pub socket_threads: usize,
     /// `VCCL_NSOCKS_PERTHREAD`
     pub sockets_per_thread: usize,
+    /// `VCCL_IB_*`
+    pub ib: Ib,
     /// `VCCL_TIMING`: measure each message's stages, and log the means when its connection closes.
     pub timing: bool,
     rows: Vec<Row>,
@@ -131,7 +208,22 @@ fn parse_bytes(s: &str) -> Option<usize> {
 }
 
 /// Settings of NCCL's that we obey.
-const NCCL_TAILS: [&str; 4] = [
+const NCCL_TAILS: [&str; 19] = [
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_ROCE_VERSION_NUM",
+    "NCCL_IB_ADDR_FAMILY",
+    "NCCL_IB_ADDR_RANGE",
+    "NCCL_IB_TC",
+    "NCCL_IB_SL",
+    "NCCL_IB_PKEY",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_IB_RETRY_CNT",
+    "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_IB_ADAPTIVE_ROUTING",
+    "NCCL_IB_AR_THRESHOLD",
+    "NCCL_IB_PCI_RELAXED_ORDERING",
     "NCCL_SOCKET_IFNAME",
     "NCCL_SOCKET_FAMILY",
     "NCCL_SOCKET_NTHREADS",
@@ -185,8 +277,162 @@ fn in_range<T: PartialOrd + std::str::FromStr>(lo: T, hi: T) -> impl Fn(&str) ->
     move |s| s.parse::<T>().ok().filter(|v| *v >= lo && *v <= hi)
 }
 
+fn flag(s: &str) -> Option<bool> {
+    match s {
+        "0" => Some(false),
+        "1" => Some(true),
+        _ => None,
+    }
+}
+
 fn chunk(lo: usize, hi: usize) -> impl Fn(&str) -> Option<usize> {
     move |s| parse_bytes(s).filter(|v| (lo..=hi).contains(v) && v % 4096 == 0)
+}
+
+impl Ib {
+    fn read(r: &mut Reader<'_>) -> Ib {
+        Ib {
+            disable: r.read(
+                ("VCCL_IB_DISABLE", "0 or 1", "0", "1: no RDMA. This and all VCCL_IB_* settings but \
+                  the last follow the NCCL_IB_* of the same name where they are not set."),
+                flag,
+            ),
+            hca: r.read(
+                (
+                    "VCCL_IB_HCA",
+                    "names or prefixes with an optional :port, `^` before them for all others, `=` for \
+                     whole names",
+                    "any",
+                    "The RDMA devices and ports that may be used. An entry that names nothing is warned of.",
+                ),
+                |s| HcaFilter::parse(if s == "any" { "" } else { s }).ok(),
+            ),
+            gid_index: r.read(
+                (
+                    "VCCL_IB_GID_INDEX",
+                    "-1 to 255",
+                    "-1",
+                    "Entry of the port's table of GIDs; -1: the one that fits the peer's best, by type, family \
+                     and subnet.",
+                ),
+                |s| match s.parse::<i16>().ok()? {
+                    -1 => Some(None),
+                    n => Some(Some(u8::try_from(n).ok()?)),
+                },
+            ),
+            roce_version: r.read(
+                ("VCCL_IB_ROCE_VERSION_NUM", "1 or 2", "2", "The version of RoCE."),
+                in_range(1u8, 2),
+            ),
+            ipv6: r.read(
+                (
+                    "VCCL_IB_ADDR_FAMILY",
+                    "AF_INET or AF_INET6",
+                    "AF_INET",
+                    "The addresses that RoCE takes first.",
+                ),
+                |s| match s {
+                    "AF_INET" => Some(false),
+                    "AF_INET6" => Some(true),
+                    _ => None,
+                },
+            ),
+            range: r.read(
+                (
+                    "VCCL_IB_ADDR_RANGE",
+                    "an address, /, bits",
+                    "::/0",
+                    "The addresses that RoCE may use.",
+                ),
+                Range::parse,
+            ),
+            traffic_class: r.read(
+                ("VCCL_IB_TC", "0 to 255", "0", "Traffic class."),
+                in_range(0u8, 255),
+            ),
+            service_level: r.read(
+                ("VCCL_IB_SL", "0 to 15", "0", "Service level."),
+                in_range(0u8, 15),
+            ),
+            pkey_index: r.read(
+                ("VCCL_IB_PKEY", "0 to 65535", "0", "Index of the partition key."),
+                in_range(0u16, u16::MAX),
+            ),
+            timeout: r.read(
+                (
+                    "VCCL_IB_TIMEOUT",
+                    "1 to 31",
+                    "20",
+                    "How long an acknowledgement is waited for: 4.096 us times two to that.",
+                ),
+                in_range(1u8, 31),
+            ),
+            retries: r.read(
+                (
+                    "VCCL_IB_RETRY_CNT",
+                    "0 to 7",
+                    "7",
+                    "How often a write that is not acknowledged is tried again.",
+                ),
+                in_range(0u8, 7),
+            ),
+            qps: r.read(
+                (
+                    "VCCL_IB_QPS_PER_CONNECTION",
+                    "1 to 16",
+                    "1",
+                    "Queue pairs of a connection for each pair of ports; large messages are split over them.",
+                ),
+                in_range(1usize, 16),
+            ),
+            adaptive_routing: r.read(
+                (
+                    "VCCL_IB_ADAPTIVE_ROUTING",
+                    "-1, 0 or 1",
+                    "-1",
+                    "Whether packets of a message may take several routes: its bytes and what announces them \
+                     are then written apart. -1: on InfiniBand.",
+                ),
+                |s| match s {
+                    "-1" => Some(None),
+                    s => flag(s).map(Some),
+                },
+            ),
+            routing_threshold: r.read(
+                (
+                    "VCCL_IB_AR_THRESHOLD",
+                    "0 to 1G",
+                    "8192",
+                    "Bytes of a message beyond which that is done.",
+                ),
+                |s| parse_bytes(s).filter(|v| *v <= 1 << 30),
+            ),
+            relaxed_ordering: r.read(
+                (
+                    "VCCL_IB_PCI_RELAXED_ORDERING",
+                    "0, 1 or 2",
+                    "2",
+                    "Whether the device's writes of data may overtake each other on the PCI bus: 0 never, 1 and \
+                     2 where the device and library can.",
+                ),
+                |s| match s {
+                    "0" => Some(false),
+                    "1" | "2" => Some(true),
+                    _ => None,
+                },
+            ),
+            gpu_direct: r.read(
+                (
+                    "VCCL_IB_GPU_DIRECT",
+                    "0 or 1",
+                    "1",
+                    "1: the RDMA device reads and writes GPU memory itself, if a test at the start shows that it \
+                     can; else, and with 0, copy engines move it through page-locked memory.",
+                ),
+                flag,
+            ),
+        }
+    }
 }
 
 impl Config {
@@ -291,10 +537,10 @@ impl Config {
             transports: r.read(
                 (
                     "VCCL_TRANSPORT",
-                    "copy_engine and tcp, with a comma between",
-                    "copy_engine,tcp",
+                    "copy_engine, verbs and tcp, with commas between",
+                    "copy_engine,verbs,tcp",
                     "The ways that connections may take; each takes the best of them that its two ends can \
-                     prove: copy_engine inside a host, tcp else.",
+                     prove: copy_engine inside a host, verbs (RDMA) between hosts, tcp else.",
                 ),
                 Transports::parse,
             ),
@@ -341,6 +587,7 @@ impl Config {
                 ),
                 in_range(1usize, 64),
             ),
+            ib: Ib::read(&mut r),
             timing: r.read(
                 (
                     "VCCL_TIMING",
@@ -348,11 +595,7 @@ impl Config {
                     "0",
                     "Measure each message's stages; the means are logged when its connection closes.",
                 ),
-                |s| match s {
-                    "0" => Some(false),
-                    "1" => Some(true),
-                    _ => None,
-                },
+                flag,
             ),
             rows: Vec::new(),
         };
@@ -420,7 +663,7 @@ mod tests {
     fn defaults_are_allowed_and_marked() {
         let (c, complaints) = with(&[]);
         assert!(complaints.is_empty());
-        assert_eq!(c.rows().len(), 15);
+        assert_eq!(c.rows().len(), 31);
         assert!(c
             .rows()
             .iter()
@@ -466,6 +709,41 @@ mod tests {
             (row.source, row.value.as_str()),
             (Source::Environment, "1M")
         );
+    }
+
+    #[test]
+    fn ranges_of_addresses() {
+        let holds = |range: &str, a: &str| Range::parse(range).unwrap().holds(a.parse().unwrap());
+        assert!(holds("::/0", "10.1.2.3") && holds("0.0.0.0/0", "fd00::1"));
+        assert!(holds("10.1.0.0/16", "10.1.255.3") && !holds("10.1.0.0/16", "10.2.0.1"));
+        assert!(holds("10.1.0.7/32", "10.1.0.7") && !holds("10.1.0.7/32", "10.1.0.6"));
+        assert!(holds("fd00:1::/32", "fd00:1::5") && !holds("fd00:1::/32", "fd00:2::5"));
+        assert!(!holds("fd00::/8", "10.0.0.1"));
+        for bad in [
+            "",
+            "10.0.0.0",
+            "10.0.0.0/33",
+            "fd00::/129",
+            "x/8",
+            "10.0.0.0/-1",
+        ] {
+            assert_eq!(Range::parse(bad), None, "{bad}");
+        }
+    }
+
+    #[test]
+    fn nccl_s_own_settings_count_where_ours_are_not_set() {
+        let (c, complaints) = with(&[
+            ("NCCL_IB_HCA", "=mlx5_1"),
+            ("NCCL_IB_TC", "106"),
+            ("NCCL_IB_QPS_PER_CONNECTION", "4"),
+            ("VCCL_IB_QPS_PER_CONNECTION", "2"),
+            ("NCCL_IB_GID_INDEX", "3"),
+        ]);
+        assert!(complaints.is_empty(), "{complaints:?}");
+        assert!(c.ib.hca.matches("mlx5_1", 1) && !c.ib.hca.matches("mlx5_10", 1));
+        assert_eq!((c.ib.traffic_class, c.ib.qps), (106, 2));
+        assert_eq!(c.ib.gid_index, Some(3));
     }
 
     #[test]

@@ -195,6 +195,7 @@ mod tests {
                 len,
                 memory: Memory::Host,
                 id: 0,
+                keys: None,
             })
         }
         fn deregister(&self, _region: Region) -> Result<()> {

@@ -30,6 +30,12 @@ pub(super) trait Describe {
     fn describe(dev: c_int, device: &'static net::Properties) -> Self;
 }
 
+/// What a version says of the devices that a virtual one is to join.
+pub(super) trait Virtual {
+    /// Their numbers; none: it names more than it has room for.
+    fn members(&self) -> Option<&[c_int]>;
+}
+
 /// A property struct: what every version has, and what is given in braces.
 macro_rules! describe {
     ($device:expr, { $($more:tt)* }) => {
@@ -565,6 +571,24 @@ pub(super) unsafe extern "C" fn irecv_profiled(
     // SAFETY: see the top of this file.
     guard("irecv", || unsafe {
         receive(recv_comm, n, data, sizes, tags, mhandles, request)
+    })
+}
+
+/// `makeVDevice` of version 9 and later.
+pub(super) unsafe extern "C" fn make_v_device<V: Virtual + Copy>(
+    dev: *mut c_int,
+    props: *mut V,
+) -> c_int {
+    guard("makeVDevice", || {
+        // SAFETY: `dev` is NCCL's place for the number, `props` its own struct.
+        let (dev, props) = unsafe { (out(dev, "dev")?, input(props.cast_const(), "props")?) };
+        let Some(members) = props.members() else {
+            return Err(Error::invalid_argument(
+                "makeVDevice: the count of devices is not one that its array has room for",
+            ));
+        };
+        dev.set(net::make_virtual(members)?);
+        Ok(())
     })
 }
 

@@ -244,11 +244,22 @@ pub struct Net {
 unsafe impl Sync for Net {}
 
 impl VDeviceProps {
-    /// A device that is no virtual one: itself.
+    /// The devices behind device `dev`: itself, if it is no virtual one.
     fn of(dev: c_int) -> VDeviceProps {
         let mut devs = [0; MAX_DEVS_PER_NIC];
-        devs[0] = dev;
-        VDeviceProps { ndevs: 1, devs }
+        // A virtual device has no more ports than the smallest of these arrays has places.
+        let members = crate::net::members(dev).unwrap_or_default();
+        for (to, m) in devs.iter_mut().zip(members) {
+            *to = *m;
+        }
+        let ndevs = members.len().min(MAX_DEVS_PER_NIC) as c_int;
+        VDeviceProps { ndevs, devs }
+    }
+}
+
+impl entry::Virtual for VDeviceProps {
+    fn members(&self) -> Option<&[c_int]> {
+        self.devs.get(..usize::try_from(self.ndevs).ok()?)
     }
 }
 
@@ -280,7 +291,7 @@ pub(crate) const NET: Net = vtable!({
     irecv: Some(entry::irecv_profiled),
     get_device_mr: None,
     irecv_consumed: None,
-    make_v_device: None,
+    make_v_device: Some(entry::make_v_device::<VDeviceProps>),
     finalize: Some(entry::finalize),
     set_net_attr: Some(entry::set_net_attr::<NetAttr>),
 });

@@ -10,10 +10,11 @@
 //! | 32..48 | secret |
 //! | 48..64 | the host's boot id |
 //! | 64..72 | the network namespace's inode |
-//! | 72..76 | TCP: family (0: none, 4, 6), a zero, port |
+//! | 72..76 | TCP: family (0: none, 4, 6), whether it is for data, port |
 //! | 76..96 | TCP: address, scope |
 //! | 96..104 | TCP: the listener in that process; its secret is that above |
-//! | 104..112 | zero |
+//! | 104..106 | RDMA: ports (0: none), whether they are InfiniBand |
+//! | 106..112 | zero |
 //! | 112..120 | checksum of the bytes before |
 //! | 120..128 | the connector's: which attempt this copy of the handle belongs to |
 
@@ -75,6 +76,19 @@ pub struct Handle {
     pub place: Place,
     /// Where it listens over TCP, if it does.
     pub tcp: Option<tcp::Address>,
+    /// Data may come over TCP; else it is there to set up RDMA.
+    pub data: bool,
+    /// Its RDMA ports, if it has any.
+    pub rdma: Option<Rdma>,
+}
+
+/// What a listener says of its RDMA ports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rdma {
+    /// How many.
+    pub ports: u8,
+    /// They are InfiniBand and not RoCE.
+    pub infiniband: bool,
 }
 
 /// FNV-1a, 64 bits: finds damage, not malice. Strangers are kept out by the secret.
@@ -109,6 +123,11 @@ impl Handle {
                 }
             }
             to[96..104].copy_from_slice(&t.listener.to_le_bytes());
+        }
+        to[73] = self.data.into();
+        if let Some(r) = &self.rdma {
+            to[104] = r.ports;
+            to[105] = r.infiniband.into();
         }
         let sum = checksum(&to[..CHECKED]);
         to[CHECKED..ATTEMPT].copy_from_slice(&sum.to_le_bytes());
@@ -161,8 +180,14 @@ impl Handle {
             listener: u64::from_le_bytes(take(from, 96)),
             secret,
         });
+        let rdma = (from[104] > 0).then_some(Rdma {
+            ports: from[104],
+            infiniband: from[105] != 0,
+        });
         Ok(Handle {
             tcp,
+            data: from[73] != 0,
+            rdma,
             address: Address {
                 process: take(from, 8),
                 listener: u64::from_le_bytes(take(from, 24)),
@@ -220,6 +245,11 @@ mod tests {
                 at: "10.1.2.3:456".parse().unwrap(),
                 listener: 8,
                 secret: [9; 16],
+            }),
+            data: true,
+            rdma: Some(Rdma {
+                ports: 2,
+                infiniband: true,
             }),
         }
     }

@@ -1,24 +1,27 @@
 //! What NCCL asks of a network, once, free of the interface's versions: devices, listeners,
 //! connections, registered memory, requests.
 
+mod devices;
 mod handle;
 
 use std::collections::HashMap;
 use std::ffi::{c_int, CString};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 pub use self::handle::HANDLE_LEN;
-use self::handle::{attempt, set_attempt, Handle, Place};
+use self::handle::{attempt, set_attempt, Handle, Place, Rdma};
 use crate::config;
 use crate::config::Transport;
 use crate::cuda::Relaxed;
 use crate::error::{Error, Result, ResultCode};
 use crate::handle::Tagged;
+use crate::ibverbs::devices::{LinkLayer, Port};
 use crate::proxy::{Proxy, REQUESTS};
 use crate::sync::lock;
-use crate::transport::{copy_engine, tcp, End, RecvEnd, Region, SendEnd};
+use crate::transport::tcp::wire::purpose;
+use crate::transport::{copy_engine, tcp, verbs, End, RecvEnd, Region, SendEnd};
 
 /// Memory that the CPU can reach, in `ptr_support` and as a kind of memory (`NCCL_PTR_HOST`).
 const PTR_HOST: c_int = 1;
@@ -83,7 +86,8 @@ pub fn init() -> Result<()> {
             )
         }
     }
-    USERS.fetch_add(1, Ordering::AcqRel);
+    let users = USERS.fetch_add(1, Ordering::AcqRel);
+    devices::look(&config, users == 0);
     Ok(())
 }
 
@@ -95,44 +99,25 @@ pub fn finalize() -> Result<()> {
     Ok(())
 }
 
-/// How many devices NCCL sees: one, on which every connection chooses its own way.
+/// How many devices NCCL sees: one for each active RDMA port and each virtual device, or one where there
+/// is no RDMA. On each, every connection chooses its own way.
 pub fn devices() -> Result<c_int> {
-    Ok(1)
-}
-
-fn check_device(dev: c_int) -> Result<()> {
-    if dev != 0 {
-        return Err(Error::invalid_argument(format!(
-            "there is no device {dev}: vccl has one, device 0"
-        )));
-    }
-    Ok(())
+    Ok(devices::count())
 }
 
 /// What device `dev` is. Lives as long as the process.
 pub fn properties(dev: c_int) -> Result<&'static Properties> {
-    check_device(dev)?;
-    static DEVICE: OnceLock<Properties> = OnceLock::new();
-    Ok(DEVICE.get_or_init(|| {
-        let boot = Place::here().boot;
-        let half = |b: &[u8]| u64::from_le_bytes(b.try_into().expect("8 bytes"));
-        let gpus = crate::cuda::driver().is_ok();
-        Properties {
-            name: CString::new("vccl0").expect("no NUL in it"),
-            // NCCL must not take the device for one behind a GPU's bridge: it then looks for GPUs
-            // where there are none.
-            pci_path: None,
-            guid: half(&boot[..8]) ^ half(&boot[8..]),
-            ptr_support: PTR_HOST | if gpus { PTR_CUDA } else { 0 },
-            speed_mbps: config::current().speed_mbps,
-            port: 1,
-            latency_us: 0.0,
-            max_comms: 1 << 16,
-            max_recvs: 1,
-            max_p2p_bytes: MAX_MESSAGE,
-            max_coll_bytes: MAX_MESSAGE,
-        }
-    }))
+    Ok(&devices::get(dev)?.properties)
+}
+
+/// The devices that `dev` joins: itself, if it is no virtual one.
+pub fn members(dev: c_int) -> Result<&'static [c_int]> {
+    Ok(&devices::get(dev)?.members)
+}
+
+/// Joins devices into a virtual one; its number.
+pub fn make_virtual(members: &[c_int]) -> Result<c_int> {
+    devices::join(members)
 }
 
 /// A listener.
@@ -142,6 +127,10 @@ pub struct ListenComm {
     // cannot be known here.
     local: copy_engine::Listening,
     tcp: Option<tcp::Listening>,
+    /// The RDMA ports that connectors may be answered on.
+    ports: Vec<Port>,
+    /// Those who set up RDMA.
+    negotiations: Mutex<Vec<verbs::Negotiation>>,
 }
 
 /// One end of a connection, with its requests at an address that does not change.
@@ -259,17 +248,23 @@ fn foreign_region() -> Error {
 
 /// Starts to listen, and writes the handle that connectors need.
 pub fn listen(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<ListenComm> {
-    check_device(dev)?;
+    let device = devices::get(dev)?;
     prune_old();
     let local = copy_engine::Listening::new()?;
     let address = local.address();
     let allowed = &config::current().transports;
-    let tcp = match allowed.allow(Transport::Tcp) {
+    let data = allowed.allow(Transport::Tcp);
+    let ports = match allowed.allow(Transport::Verbs) {
+        true => device.ports.clone(),
+        false => Vec::new(),
+    };
+    // RDMA is set up over it.
+    let tcp = match data || !ports.is_empty() {
         false => None,
-        true => match tcp::Listening::new(address.secret) {
+        true => match tcp::Listening::new(address.secret, data, !ports.is_empty()) {
             Ok(l) => Some(l),
             Err(e) if allowed.allow(Transport::CopyEngine) => {
-                log::info!("no connections over TCP: {e}");
+                log::info!("no connections to other hosts: {e}");
                 None
             }
             Err(e) => return Err(e),
@@ -279,48 +274,88 @@ pub fn listen(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<ListenComm> {
         address,
         place: Place::here(),
         tcp: tcp.as_ref().map(|l| l.address()),
+        data,
+        rdma: rdma(&ports),
     }
     .encode(handle);
-    Ok(ListenComm { local, tcp })
+    Ok(ListenComm {
+        local,
+        tcp,
+        ports,
+        negotiations: Mutex::default(),
+    })
+}
+
+/// What a handle says of RDMA ports.
+fn rdma(ports: &[Port]) -> Option<Rdma> {
+    let first = ports.first()?;
+    Some(Rdma {
+        ports: ports.len() as u8,
+        infiniband: first.link_layer == LinkLayer::InfiniBand,
+    })
 }
 
 /// A connection on its way.
 #[derive(Debug)]
 enum Connecting {
     Local(copy_engine::Connecting),
+    Verbs(verbs::Connecting, String),
     Tcp(tcp::Connecting, String),
 }
 
 impl Connecting {
     /// Takes the best way that the handle's words leave open.
-    fn new(to: &Handle) -> Result<Connecting> {
+    fn new(to: &Handle, ports: &[Port]) -> Result<Connecting> {
         let allowed = &config::current().transports;
-        if !allowed.allow(Transport::CopyEngine) {
-            return Connecting::tcp(to, "VCCL_TRANSPORT excludes the copy engines".into());
-        }
-        match elsewhere(&to.place) {
-            Some(why) if allowed.allow(Transport::Tcp) && to.tcp.is_some() => {
-                Connecting::tcp(to, why.into())
+        let why = match (allowed.allow(Transport::CopyEngine), elsewhere(&to.place)) {
+            (false, _) => "VCCL_TRANSPORT excludes the copy engines",
+            (true, Some(why)) => why,
+            (true, None) => return Connecting::local(to),
+        };
+        let tcp = allowed.allow(Transport::Tcp) && to.data;
+        let no_rdma = match (to.tcp, to.rdma, rdma(ports)) {
+            _ if !allowed.allow(Transport::Verbs) => "VCCL_TRANSPORT excludes verbs",
+            (_, _, None) => "there is no RDMA device here",
+            (_, None, _) => "there is no RDMA device there",
+            (_, Some(a), Some(b)) if a.infiniband != b.infiniband => {
+                "one end has InfiniBand and the other RoCE"
             }
-            _ => match copy_engine::Connecting::new(to.address) {
-                Ok(c) => Ok(Connecting::Local(c)),
-                Err(e) => Err(e.context("connecting")),
-            },
+            (None, ..) => "there is no TCP address to set up RDMA with",
+            (Some(address), Some(there), Some(_)) => {
+                let c = verbs::Connecting::new(address, ports.to_vec(), there.ports.into(), tcp);
+                return match c {
+                    Ok(c) => Ok(Connecting::Verbs(c, why.into())),
+                    Err(e) => Err(e.context("setting up RDMA")),
+                };
+            }
+        };
+        let here = allowed.allow(Transport::CopyEngine);
+        match tcp && to.tcp.is_some() {
+            // It fails, and says why.
+            false if here && elsewhere(&to.place).is_some() => Connecting::local(to),
+            _ => Connecting::tcp(to, format!("{why}, and {no_rdma}")),
+        }
+    }
+
+    fn local(to: &Handle) -> Result<Connecting> {
+        match copy_engine::Connecting::new(to.address) {
+            Ok(c) => Ok(Connecting::Local(c)),
+            Err(e) => Err(e.context("connecting")),
         }
     }
 
     fn tcp(to: &Handle, why: String) -> Result<Connecting> {
-        let Some(address) = to.tcp else {
-            return Err(Error::remote(format!(
-                "{why}, and the listener does not listen on TCP: is VCCL_TRANSPORT the same on all ranks?"
-            )));
-        };
         if !config::current().transports.allow(Transport::Tcp) {
             return Err(Error::remote(format!(
                 "{why}, and VCCL_TRANSPORT excludes TCP"
             )));
         }
-        match tcp::Connecting::new(address) {
+        let Some(address) = to.tcp.filter(|_| to.data) else {
+            return Err(Error::remote(format!(
+                "{why}, and the listener does not listen on TCP: is VCCL_TRANSPORT the same on all ranks?"
+            )));
+        };
+        match tcp::Connecting::new(address, purpose::TCP) {
             Ok(c) => Ok(Connecting::Tcp(c, why)),
             Err(e) => Err(e.context(over_tcp(&to.place, &why))),
         }
@@ -329,31 +364,57 @@ impl Connecting {
     fn age(&self) -> Duration {
         match self {
             Connecting::Local(c) => c.age(),
+            Connecting::Verbs(c, _) => c.age(),
             Connecting::Tcp(c, _) => c.age(),
         }
     }
 
-    fn poll(&mut self) -> Result<Option<SendComm>> {
-        match self {
-            Connecting::Local(c) => Ok(c.poll()?.map(|(service, connection)| {
-                log::info!(
-                    "{}: by copy engine, for its process shares this host: its Unix socket answered, \
-                     credentials and secret agree",
-                    connection.describe()
-                );
-                let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
-                SendComm(Endpoint::new(proxy, Some(service), Owner::Send))
-            })),
-            Connecting::Tcp(c, why) => Ok(c.poll()?.map(|mut connection| {
-                log::info!(
-                    "{}: over TCP, {} sockets, for {why}",
-                    connection.describe(),
-                    connection.sockets()
-                );
-                let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
-                SendComm(Endpoint::new(proxy, None, Owner::Send))
-            })),
+    fn poll(&mut self, to: &Handle) -> Result<Option<SendComm>> {
+        let failed = match self {
+            Connecting::Local(c) => {
+                return Ok(c.poll()?.map(|(service, connection)| {
+                    log::info!(
+                        "{}: by copy engine, for its process shares this host: its Unix socket answered, \
+                         credentials and secret agree",
+                        connection.describe()
+                    );
+                    let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
+                    SendComm(Endpoint::new(proxy, Some(service), Owner::Send))
+                }))
+            }
+            Connecting::Tcp(c, why) => {
+                return Ok(c.poll()?.map(|mut connection| {
+                    log::info!(
+                        "{}: over TCP, {} sockets, for {why}",
+                        connection.describe(),
+                        connection.sockets()
+                    );
+                    let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
+                    SendComm(Endpoint::new(proxy, None, Owner::Send))
+                }))
+            }
+            Connecting::Verbs(c, why) => match c.poll() {
+                Ok(done) => {
+                    return Ok(done.map(|connection| {
+                        log::info!(
+                            "{}: by RDMA, {} queue pairs, for {why}, and a write was acknowledged",
+                            connection.describe(),
+                            connection.lanes()
+                        );
+                        let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
+                        SendComm(Endpoint::new(proxy, None, Owner::Send))
+                    }))
+                }
+                Err(e) => (e, why.clone()),
+            },
+        };
+        let (e, why) = failed;
+        if !to.data || !config::current().transports.allow(Transport::Tcp) {
+            return Err(e);
         }
+        log::warn!("RDMA cannot be used, TCP is taken instead: {e}");
+        *self = Connecting::tcp(to, format!("{why}, and RDMA failed"))?;
+        self.poll(to)
     }
 }
 
@@ -390,7 +451,7 @@ fn prune_old() {
 /// Connects to the listener of `handle`, in as many calls as it takes; `None`: call again with the
 /// same handle, in which the attempt is noted.
 pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendComm>> {
-    check_device(dev)?;
+    let device = devices::get(dev)?;
     let _relaxed = Relaxed::begin();
     let to = Handle::decode(handle)?;
     prune_old();
@@ -398,9 +459,9 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
     let known = tried.and_then(|n| lock(&ATTEMPTS).as_mut()?.live.remove(&n));
     let mut connecting = match known {
         Some(c) => c,
-        None => Connecting::new(&to)?,
+        None => Connecting::new(&to, &device.ports)?,
     };
-    match connecting.poll() {
+    match connecting.poll(&to) {
         Ok(None) => {
             let mut attempts = lock(&ATTEMPTS);
             let a = attempts.get_or_insert_with(|| Attempts {
@@ -430,6 +491,7 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
                     e.context(unreachable_text(&to.place))
                 }
                 (Connecting::Local(_), _) => e.context("connecting"),
+                (Connecting::Verbs(_, why), _) => e.context(format!("setting up RDMA, for {why}")),
                 (Connecting::Tcp(_, why), _) => e.context(over_tcp(&to.place, why)),
             })
         }
@@ -486,11 +548,41 @@ pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
             Owner::Recv,
         ))));
     }
-    let accepted = l.tcp.as_ref().map_or(Ok(None), |t| t.accept())?;
-    Ok(accepted.map(|connection| {
-        let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
-        RecvComm(Endpoint::new(proxy, None, Owner::Recv))
-    }))
+    let Some(tcp) = &l.tcp else {
+        return Ok(None);
+    };
+    let mut negotiations = lock(&l.negotiations);
+    while let Some(accepted) = tcp.accept()? {
+        match accepted {
+            tcp::Accepted::Connection(connection) => {
+                let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
+                return Ok(Some(RecvComm(Endpoint::new(proxy, None, Owner::Recv))));
+            }
+            tcp::Accepted::Verbs(socket, peer) => negotiations.push(verbs::Negotiation::new(
+                l.ports.clone(),
+                socket,
+                tcp.service().clone(),
+                peer,
+            )),
+        }
+    }
+    let mut i = 0;
+    while i < negotiations.len() {
+        match negotiations[i].poll() {
+            Ok(false) => i += 1,
+            Ok(true) => {
+                let connection = negotiations.remove(i).finish()?;
+                let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
+                return Ok(Some(RecvComm(Endpoint::new(proxy, None, Owner::Recv))));
+            }
+            Err(e) => {
+                // The connector takes another way, or says so to its user.
+                let n = negotiations.remove(i);
+                log::info!("RDMA with {} comes to nothing: {e}", n.peer());
+            }
+        }
+    }
+    Ok(None)
 }
 
 /// Registers memory with one end of a connection. `kind`: `NCCL_PTR_HOST` or `NCCL_PTR_CUDA`.

@@ -3,6 +3,7 @@
 pub mod copy_engine;
 pub mod staging;
 pub mod tcp;
+pub mod verbs;
 
 use std::fmt;
 
@@ -48,6 +49,8 @@ pub struct Region {
     pub memory: Memory,
     /// The region's number in its connection; meaningless at the sending end.
     pub id: u32,
+    /// What an RDMA device knows it by, if one does.
+    pub keys: Option<Box<verbs::Keys>>,
 }
 
 impl Region {
@@ -113,6 +116,7 @@ mod tests {
             len: 10,
             memory: Memory::Host,
             id: 0,
+            keys: None,
         };
         assert!(r.holds(100, 10) && r.holds(110, 0) && r.holds(105, 5));
         assert!(!r.holds(99, 1) && !r.holds(105, 6) && !r.holds(111, 0));

@@ -696,6 +696,7 @@ impl End for RecvConnection {
                 len,
                 memory,
                 id,
+                keys: None,
             }),
             Err(e) => {
                 lock(&control.book).free.push(id);

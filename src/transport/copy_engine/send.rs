@@ -820,6 +820,7 @@ impl End for SendConnection {
             len,
             memory,
             id: self.next_region.fetch_add(1, Ordering::Relaxed),
+            keys: None,
         })
     }
 

@@ -26,7 +26,7 @@ use nix::sys::socket::{
 use self::recv::RecvConnection;
 use self::send::SendConnection;
 use self::service::{Listener, Service};
-use self::wire::{check_answer, Hello, ANSWER_LEN};
+use self::wire::{check_answer, purpose, Hello, ANSWER_LEN};
 use super::copy_engine::link::random;
 use super::copy_engine::memory::classify;
 use super::staging::Staging;
@@ -38,18 +38,18 @@ use crate::sync::lock;
 /// What both ends of a connection are made of, but for the data path's state.
 #[derive(Debug)]
 pub(crate) struct Side {
-    service: Arc<Service>,
-    failed: OnceLock<Error>,
-    regions: AtomicU32,
-    staging: OnceLock<Staging>,
+    pub(crate) service: Arc<Service>,
+    pub(crate) failed: OnceLock<Error>,
+    pub(crate) regions: AtomicU32,
+    pub(crate) staging: OnceLock<Staging>,
     /// One thread at a time makes the staging.
-    making: Mutex<()>,
+    pub(crate) making: Mutex<()>,
     /// The connection's name in messages to people.
-    peer: String,
+    pub(crate) peer: String,
 }
 
 impl Side {
-    fn new(service: Arc<Service>, peer: String) -> Side {
+    pub(crate) fn new(service: Arc<Service>, peer: String) -> Side {
         Side {
             service,
             failed: OnceLock::new(),
@@ -62,7 +62,7 @@ impl Side {
 
     /// The connection is over; the first reason counts.
     #[cold]
-    fn fail(&self, e: Error) -> Error {
+    pub(crate) fn fail(&self, e: Error) -> Error {
         self.failed.get_or_init(|| e).clone()
     }
 
@@ -73,7 +73,7 @@ impl Side {
     }
 
     #[inline]
-    fn trouble(&self) -> Result<()> {
+    pub(crate) fn trouble(&self) -> Result<()> {
         match self.failed.get() {
             None => Ok(()),
             Some(e) => Err(e.clone()),
@@ -81,7 +81,7 @@ impl Side {
     }
 
     /// Registers memory; GPU memory is staged, by what is made at the first such call.
-    fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
+    pub(crate) fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
         self.region(addr, len, cuda)
             .map_err(|e| e.context(&self.peer))
     }
@@ -99,11 +99,12 @@ impl Side {
             len,
             memory,
             id: self.regions.fetch_add(1, Ordering::Relaxed),
+            keys: None,
         })
     }
 
     /// Looks whether a copy failed.
-    fn check_copies(&self) -> Result<()> {
+    pub(crate) fn check_copies(&self) -> Result<()> {
         match self.staging.get() {
             Some(s) => s.check().map_err(|e| self.copy_failed(e)),
             None => Ok(()),
@@ -111,12 +112,12 @@ impl Side {
     }
 
     #[cold]
-    fn copy_failed(&self, e: Error) -> Error {
+    pub(crate) fn copy_failed(&self, e: Error) -> Error {
         self.fail(e.context(&self.peer))
     }
 
     /// Waits for the copies of an end whose memory or whose life ends.
-    fn drain(&self, deadline: Instant) {
+    pub(crate) fn drain(&self, deadline: Instant) {
         if self.staging.get().is_some_and(|s| !s.drain(deadline)) {
             log::warn!(
                 "{}: copies are still in flight after {} ms (VCCL_CLOSE_TIMEOUT)",
@@ -148,11 +149,20 @@ pub struct Listening {
     listener: Arc<Listener>,
 }
 
+/// Who has come to a listener.
+#[derive(Debug)]
+pub enum Accepted {
+    /// A connection over TCP.
+    Connection(RecvConnection),
+    /// Who wants to set up RDMA over this socket.
+    Verbs(TcpStream, SocketAddr),
+}
+
 impl Listening {
-    /// Starts to listen, for those who know the secret.
-    pub fn new(secret: [u8; 16]) -> Result<Listening> {
+    /// Starts to listen, for those who know the secret: for data, or to set up RDMA, or both.
+    pub fn new(secret: [u8; 16], data: bool, verbs: bool) -> Result<Listening> {
         let service = Service::get()?;
-        let listener = service.listen(secret);
+        let listener = service.listen(secret, [data, verbs]);
         Ok(Listening { service, listener })
     }
 
@@ -165,22 +175,31 @@ impl Listening {
         }
     }
 
-    /// The next connection that was asked for, if there is one.
-    pub fn accept(&self) -> Result<Option<RecvConnection>> {
+    /// The process's own.
+    pub fn service(&self) -> &Arc<Service> {
+        &self.service
+    }
+
+    /// The next that has come, if there is one.
+    pub fn accept(&self) -> Result<Option<Accepted>> {
         let accepted = lock(&self.listener.waiting)
             .as_mut()
             .and_then(|w| w.pop_front());
-        let Some(a) = accepted else {
+        let Some(mut a) = accepted else {
             return Ok(None);
         };
         for s in &a.sockets {
             set_options(s)?;
         }
-        Ok(Some(RecvConnection::new(
+        if a.purpose == purpose::VERBS {
+            let socket = a.sockets.pop();
+            return Ok(socket.map(|s| Accepted::Verbs(s, a.peer)));
+        }
+        Ok(Some(Accepted::Connection(RecvConnection::new(
             self.service.clone(),
             a.sockets,
             a.peer,
-        )))
+        ))))
     }
 }
 
@@ -211,6 +230,7 @@ fn set_options(s: &impl AsFd) -> Result<()> {
 pub struct Connecting {
     service: Arc<Service>,
     address: Address,
+    purpose: u16,
     connection: [u8; 16],
     started: Instant,
     sockets: Vec<TcpStream>,
@@ -221,16 +241,20 @@ pub struct Connecting {
 }
 
 impl Connecting {
-    /// Starts to connect.
-    pub fn new(address: Address) -> Result<Connecting> {
+    /// Starts to connect for one of [`purpose`].
+    pub fn new(address: Address, purpose: u16) -> Result<Connecting> {
         let config = config::current();
-        let n = (config.sockets_per_thread * config.socket_threads).clamp(1, wire::MAX_SOCKETS);
+        let n = match purpose {
+            purpose::VERBS => 1,
+            _ => (config.sockets_per_thread * config.socket_threads).clamp(1, wire::MAX_SOCKETS),
+        };
         let sockets = (0..n)
             .map(|_| begin(address.at))
             .collect::<Result<Vec<_>>>()?;
         Ok(Connecting {
             service: Service::get()?,
             address,
+            purpose,
             connection: random(),
             started: Instant::now(),
             sockets,
@@ -254,8 +278,24 @@ impl Connecting {
         ))
     }
 
+    /// The process's own.
+    pub fn service(&self) -> &Arc<Service> {
+        &self.service
+    }
+
+    /// Whom it asks.
+    pub fn peer(&self) -> SocketAddr {
+        self.address.at
+    }
+
     /// Goes on; `None`: not yet.
     pub fn poll(&mut self) -> Result<Option<SendConnection>> {
+        let sockets = self.poll_sockets()?;
+        Ok(sockets.map(|s| SendConnection::new(self.service.clone(), s, self.address.at)))
+    }
+
+    /// The same, for the bare sockets.
+    pub fn poll_sockets(&mut self) -> Result<Option<Vec<TcpStream>>> {
         while self.introduced < self.sockets.len() {
             let i = self.introduced;
             let s = &self.sockets[i];
@@ -275,6 +315,7 @@ impl Connecting {
                 connection: self.connection,
                 socket: i as u16,
                 sockets: self.sockets.len() as u16,
+                purpose: self.purpose,
             };
             // The first bytes on a new socket always fit its buffer.
             (&mut &*s)
@@ -293,11 +334,7 @@ impl Connecting {
                     return self.not_yet();
                 }
                 check_answer(&self.answer)?;
-                Ok(Some(SendConnection::new(
-                    self.service.clone(),
-                    std::mem::take(&mut self.sockets),
-                    self.address.at,
-                )))
+                Ok(Some(std::mem::take(&mut self.sockets)))
             }
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
                 self.not_yet()
@@ -306,7 +343,7 @@ impl Connecting {
         }
     }
 
-    fn not_yet(&self) -> Result<Option<SendConnection>> {
+    fn not_yet<T>(&self) -> Result<Option<T>> {
         let limit = config::current().connect_timeout_s;
         if self.started.elapsed() >= Duration::from_secs(limit) {
             return Err(Error::remote(format!(

@@ -18,7 +18,7 @@ use nix::poll::{poll, PollFd, PollFlags, PollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::interfaces;
-use super::wire::{answer, Hello, HELLO_LEN};
+use super::wire::{answer, purpose, Hello, HELLO_LEN};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::sync::{lock, of_process};
@@ -38,6 +38,8 @@ pub struct Accepted {
     pub sockets: Vec<TcpStream>,
     /// Who connected.
     pub peer: SocketAddr,
+    /// What for: one of [`purpose`].
+    pub purpose: u16,
 }
 
 /// One listener.
@@ -47,6 +49,8 @@ pub struct Listener {
     pub id: u64,
     /// Proof of holding its handle.
     pub secret: [u8; 16],
+    /// Whether data may come over its sockets, and whether RDMA may be set up over them.
+    pub allows: [bool; 2],
     /// Connections that nobody has accepted; `None` once it is closed.
     pub waiting: Mutex<Option<VecDeque<Accepted>>>,
 }
@@ -56,7 +60,27 @@ struct Inner {
     wake: EventFd,
     stop: AtomicBool,
     listeners: Mutex<HashMap<u64, Arc<Listener>>>,
-    lingering: Mutex<Vec<(TcpStream, Instant)>>,
+    lingering: Mutex<Vec<Lingering>>,
+    watched: Mutex<Vec<Watched>>,
+}
+
+/// A socket that is kept until its peer has closed.
+#[derive(Debug)]
+struct Lingering {
+    socket: Arc<TcpStream>,
+    until: Instant,
+    /// What the peer may still need.
+    _keep: Option<Box<dyn Kept>>,
+}
+
+/// What may be kept for a peer.
+pub trait Kept: Send + std::fmt::Debug {}
+
+/// A socket on which nothing more is said, and whose end is to be known.
+#[derive(Debug)]
+struct Watched {
+    socket: Arc<TcpStream>,
+    ended: Arc<AtomicBool>,
 }
 
 /// The listener of this process, while anybody uses it.
@@ -102,6 +126,7 @@ impl Service {
             stop: AtomicBool::new(false),
             listeners: Mutex::default(),
             lingering: Mutex::default(),
+            watched: Mutex::default(),
         });
         let theirs = inner.clone();
         let thread = without_signals(|| {
@@ -131,10 +156,11 @@ impl Service {
     }
 
     /// A new listener, for those who know the secret.
-    pub fn listen(&self, secret: [u8; 16]) -> Arc<Listener> {
+    pub fn listen(&self, secret: [u8; 16], allows: [bool; 2]) -> Arc<Listener> {
         let l = Arc::new(Listener {
             id: self.next.fetch_add(1, Ordering::Relaxed),
             secret,
+            allows,
             waiting: Mutex::new(Some(VecDeque::new())),
         });
         lock(&self.inner.listeners).insert(l.id, l.clone());
@@ -153,10 +179,42 @@ impl Service {
         let mut lingering = lock(&self.inner.lingering);
         for s in sockets {
             if s.shutdown(std::net::Shutdown::Write).is_ok() {
-                lingering.push((s, until));
+                lingering.push(Lingering {
+                    socket: Arc::new(s),
+                    until,
+                    _keep: None,
+                });
             }
         }
         drop(lingering);
+        let _ = self.inner.wake.write(1);
+    }
+
+    /// Keeps something until the peer of a socket has closed, for as long as for a sending end.
+    pub fn keep(&self, socket: Arc<TcpStream>, what: Box<dyn Kept>) {
+        if socket.shutdown(std::net::Shutdown::Write).is_ok() {
+            lock(&self.inner.lingering).push(Lingering {
+                socket,
+                until: Instant::now() + LINGER,
+                _keep: Some(what),
+            });
+        }
+        let _ = self.inner.wake.write(1);
+    }
+
+    /// From now on the returned flag tells whether the socket's peer has closed or died.
+    pub fn watch(&self, socket: &Arc<TcpStream>) -> Arc<AtomicBool> {
+        let ended = Arc::new(AtomicBool::new(false));
+        lock(&self.inner.watched).push(Watched {
+            socket: socket.clone(),
+            ended: ended.clone(),
+        });
+        let _ = self.inner.wake.write(1);
+        ended
+    }
+
+    /// Whoever had a socket watched has dropped the flag.
+    pub fn unwatch(&self) {
         let _ = self.inner.wake.write(1);
     }
 }
@@ -197,7 +255,8 @@ struct Guests {
     socket: TcpListener,
     guests: Vec<Guest>,
     parties: HashMap<[u8; 16], Party>,
-    lingering: Vec<(TcpStream, Instant)>,
+    lingering: Vec<Lingering>,
+    watched: Vec<Watched>,
 }
 
 impl Guests {
@@ -208,6 +267,7 @@ impl Guests {
             guests: Vec::new(),
             parties: HashMap::new(),
             lingering: Vec::new(),
+            watched: Vec::new(),
         }
     }
 
@@ -219,7 +279,16 @@ impl Guests {
             self.listen_to();
             self.lingering.append(&mut lock(&self.inner.lingering));
             self.lingering
-                .retain_mut(|(s, until)| *until > Instant::now() && reads_on(s));
+                .retain(|l| l.until > Instant::now() && reads_on(&l.socket));
+            self.watched.append(&mut lock(&self.inner.watched));
+            self.watched.retain(|w| {
+                let unwanted = Arc::strong_count(&w.ended) == 1;
+                let ended = !unwanted && !reads_on(&w.socket);
+                if ended {
+                    w.ended.store(true, Ordering::Release);
+                }
+                !unwanted && !ended
+            });
             self.parties.retain(|_, p| p.since.elapsed() < GREETING);
         }
     }
@@ -228,8 +297,9 @@ impl Guests {
         let input = |fd| PollFd::new(fd, PollFlags::POLLIN);
         let mut fds = vec![input(self.inner.wake.as_fd()), input(self.socket.as_fd())];
         fds.extend(self.guests.iter().map(|g| input(g.socket.as_fd())));
-        fds.extend(self.lingering.iter().map(|(s, _)| input(s.as_fd())));
+        fds.extend(self.lingering.iter().map(|l| input(l.socket.as_fd())));
         let busy = fds.len() > 2 || !self.parties.is_empty();
+        fds.extend(self.watched.iter().map(|w| input(w.socket.as_fd())));
         let timeout = match busy {
             true => PollTimeout::from(1000u16),
             false => PollTimeout::NONE,
@@ -315,6 +385,10 @@ impl Guests {
             );
             return;
         };
+        if !listener.allows[usize::from(hello.purpose == purpose::VERBS)] {
+            log::info!("{peer} asked for a transport that VCCL_TRANSPORT excludes here");
+            return;
+        }
         if self.parties.len() >= MAX_PENDING {
             return;
         }
@@ -326,7 +400,9 @@ impl Guests {
                 first: hello,
                 since: Instant::now(),
             });
-        let agrees = party.first.listener == hello.listener && party.first.sockets == hello.sockets;
+        let agrees = party.first.listener == hello.listener
+            && party.first.sockets == hello.sockets
+            && party.first.purpose == hello.purpose;
         if !agrees || party.sockets[hello.socket as usize].is_some() {
             // A replay, or a fault: neither one may have it.
             self.parties.remove(&hello.connection);
@@ -342,7 +418,11 @@ impl Guests {
         if let Some(waiting) = waiting.as_mut() {
             // The first bytes on a new socket always fit its buffer.
             if (&sockets[0]).write_all(&answer()).is_ok() {
-                waiting.push_back(Accepted { sockets, peer });
+                waiting.push_back(Accepted {
+                    sockets,
+                    peer,
+                    purpose: hello.purpose,
+                });
             }
         }
     }
@@ -354,7 +434,7 @@ fn same(a: &[u8; 16], b: &[u8; 16]) -> bool {
 }
 
 /// Whether a lingering socket's peer has still not closed.
-fn reads_on(s: &mut TcpStream) -> bool {
+fn reads_on(mut s: &TcpStream) -> bool {
     let mut bytes = [0; 4096];
     loop {
         match s.read(&mut bytes) {

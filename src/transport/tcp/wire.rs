@@ -38,6 +38,16 @@ pub struct Hello {
     pub socket: u16,
     /// How many there are: 1 to [`MAX_SOCKETS`].
     pub sockets: u16,
+    /// What they are for: one of [`purpose`].
+    pub purpose: u16,
+}
+
+/// What sockets are for.
+pub mod purpose {
+    /// Data.
+    pub const TCP: u16 = 0;
+    /// Setting up RDMA: one socket.
+    pub const VERBS: u16 = 1;
 }
 
 impl Hello {
@@ -50,6 +60,7 @@ impl Hello {
         to[32..48].copy_from_slice(&self.connection);
         to[48..50].copy_from_slice(&self.socket.to_le_bytes());
         to[50..52].copy_from_slice(&self.sockets.to_le_bytes());
+        to[52..54].copy_from_slice(&self.purpose.to_le_bytes());
         to
     }
 
@@ -61,9 +72,11 @@ impl Hello {
             connection: take(from, 32),
             socket: u16::from_le_bytes(take(from, 48)),
             sockets: u16::from_le_bytes(take(from, 50)),
+            purpose: u16::from_le_bytes(take(from, 52)),
         };
         let good = from[..8] == HELLO_MAGIC
-            && from[52..].iter().all(|b| *b == 0)
+            && from[54..].iter().all(|b| *b == 0)
+            && (h.purpose == purpose::TCP || h.purpose == purpose::VERBS && h.sockets == 1)
             && h.socket < h.sockets
             && h.sockets as usize <= MAX_SOCKETS;
         good.then_some(h)
@@ -187,6 +200,7 @@ mod tests {
             connection: [2; 16],
             socket: 3,
             sockets: 4,
+            purpose: purpose::TCP,
         };
         assert_eq!(Hello::decode(&h.encode()), Some(h));
         let p = Post {
@@ -214,10 +228,14 @@ mod tests {
             connection: [2; 16],
             socket: 0,
             sockets: 1,
+            purpose: purpose::VERBS,
         };
+        assert_eq!(Hello::decode(&good.encode()), Some(good));
         for bad in [
             Hello { socket: 1, ..good },
             Hello { sockets: 0, ..good },
+            Hello { sockets: 2, ..good },
+            Hello { purpose: 2, ..good },
             Hello {
                 sockets: MAX_SOCKETS as u16 + 1,
                 ..good

@@ -1,0 +1,493 @@
+//! Connections by RDMA: reliable queue pairs over one or more ports, set up over a TCP socket, which then only
+//! tells that the peer is gone.
+//!
+//! The receiver writes a descriptor of each posted receive into the sender's ring; the sender writes the bytes
+//! straight into the buffer and announces them with 32 bits of immediate data. GPU memory that the device
+//! cannot reach goes through page-locked chunks at that end.
+
+pub mod adapter;
+pub mod gid;
+pub mod rails;
+pub mod recv;
+pub mod send;
+pub mod wire;
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+
+use self::rails::{lanes_of, Rails};
+use self::recv::RecvConnection;
+use self::send::SendConnection;
+use self::wire::{Offer, Reply, GO, MAX_PORTS, OFFER_LEN, REPLY_LEN};
+use super::staging::{CHUNK, CHUNKS};
+use super::tcp::service::{Kept, Service};
+use super::tcp::wire::purpose;
+use super::tcp::{self, Side};
+use super::{Memory, Region};
+use crate::config::{self, Ib};
+use crate::error::{Error, Result};
+use crate::ibverbs::devices::Port;
+use crate::ibverbs::{sys, Mr};
+use crate::sync::lock;
+
+/// How long a write that proves the way may take, where TCP is there to fall back on.
+const PROOF: Duration = Duration::from_secs(10);
+
+/// What a connection's RDMA devices know a region by.
+#[derive(Debug)]
+pub struct Keys {
+    /// For this end's own writes, by port.
+    pub lkeys: [u32; MAX_PORTS],
+    /// For the peer's, by port.
+    pub rkeys: [u32; MAX_PORTS],
+    _regions: Vec<Arc<Mr>>,
+}
+
+impl Keys {
+    /// # Safety
+    /// As for [`adapter::Adapter::register`].
+    unsafe fn register(rails: &Rails, addr: u64, len: u64, relaxed: bool) -> Result<Keys> {
+        let mut keys = Keys {
+            lkeys: [0; MAX_PORTS],
+            rkeys: [0; MAX_PORTS],
+            _regions: Vec::new(),
+        };
+        for (i, a) in rails.adapters().enumerate() {
+            // SAFETY: the caller's promise.
+            let mr = unsafe { a.register(addr, len, relaxed) }?;
+            keys.lkeys[i] = mr.lkey();
+            keys.rkeys[i] = mr.rkey();
+            keys._regions.push(mr);
+        }
+        Ok(keys)
+    }
+}
+
+/// Whether a message's bytes and what announces them are written apart.
+#[derive(Clone, Copy, Debug)]
+pub struct Routing {
+    adaptive: bool,
+    threshold: u64,
+}
+
+impl Routing {
+    fn new(ib: &Ib, infiniband: bool) -> Routing {
+        Routing {
+            adaptive: ib.adaptive_routing.unwrap_or(infiniband),
+            threshold: ib.routing_threshold as u64,
+        }
+    }
+
+    #[inline]
+    fn apart(&self, total: u64) -> bool {
+        self.adaptive && total > self.threshold
+    }
+}
+
+/// What both ends of a connection are made of, but for the data path's state.
+#[derive(Debug)]
+struct End {
+    // Queue pairs go before the memory that they use.
+    rails: Arc<Rails>,
+    chunks: OnceLock<Keys>,
+    side: Side,
+    socket: Arc<TcpStream>,
+    ended: Arc<AtomicBool>,
+    ended_at: OnceLock<Instant>,
+}
+
+impl End {
+    fn new(service: Arc<Service>, socket: TcpStream, rails: Rails, peer: String) -> End {
+        let socket = Arc::new(socket);
+        let ended = service.watch(&socket);
+        End {
+            rails: Arc::new(rails),
+            chunks: OnceLock::new(),
+            side: Side::new(service, peer),
+            socket,
+            ended,
+            ended_at: OnceLock::new(),
+        }
+    }
+
+    /// What has ended the connection from outside. A peer that has closed is given `grace` for what is under
+    /// way.
+    #[inline]
+    fn trouble(&self, grace: Duration) -> Option<Error> {
+        match self.ended.load(Ordering::Acquire) || self.rails.health.is_bad() {
+            false => None,
+            true => self.ending(grace),
+        }
+    }
+
+    #[cold]
+    fn ending(&self, grace: Duration) -> Option<Error> {
+        if let Some(why) = self.rails.health.why() {
+            return Some(why.context(&self.side.peer));
+        }
+        let since = self.ended_at.get_or_init(Instant::now);
+        (since.elapsed() >= grace).then(|| {
+            Error::remote(format!(
+                "{}: the connection is gone: it has ended, or closed its side",
+                self.side.peer
+            ))
+        })
+    }
+
+    /// The connection is over; the first reason counts.
+    #[cold]
+    fn fail(&self, e: Error) -> Error {
+        self.side.fail(e.context(&self.side.peer))
+    }
+
+    /// A write or receive was no success.
+    #[cold]
+    fn failed(&self, wc: &sys::Wc) -> Error {
+        // What the completion says is then only what followed.
+        match self.trouble(Duration::ZERO) {
+            Some(e) => self.side.fail(e),
+            None => self.fail(self.rails.failed(wc)),
+        }
+    }
+
+    /// Registers memory with the devices; GPU memory that they do not reach is staged.
+    fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
+        let mut region = self.side.register(addr, len, cuda)?;
+        let relaxed = config::current().ib.relaxed_ordering;
+        match region.memory {
+            Memory::Device(_) => self.register_chunks()?,
+            _ => {
+                // SAFETY: NCCL's memory stays until it is deregistered, and only its messages touch it.
+                let keys = unsafe { Keys::register(&self.rails, addr, len, relaxed) }
+                    .map_err(|e| e.context(&self.side.peer))?;
+                region.keys = Some(Box::new(keys));
+            }
+        }
+        Ok(region)
+    }
+
+    fn register_chunks(&self) -> Result<()> {
+        let _one_at_a_time = lock(&self.side.making);
+        let (None, Some(staging)) = (self.chunks.get(), self.side.staging.get()) else {
+            return Ok(());
+        };
+        let len = (CHUNKS * CHUNK) as u64;
+        // SAFETY: the chunks are there for this, and live as long as the queue pairs.
+        let keys = unsafe { Keys::register(&self.rails, staging.host(0), len, false) }
+            .map_err(|e| e.context(&self.side.peer))?;
+        let _ = self.chunks.set(keys);
+        Ok(())
+    }
+
+    /// The keys of the chunks. There are some wherever a region is staged.
+    #[inline]
+    fn chunk_keys(&self) -> &Keys {
+        self.chunks
+            .get()
+            .expect("made with the first staged region")
+    }
+
+    /// Says that this end is closed. `linger`: the peer may wait for acknowledgements from this end's device.
+    fn close(&self, linger: bool) {
+        if linger && self.side.failed.get().is_none() {
+            self.side
+                .service
+                .keep(self.socket.clone(), Box::new(Lingering(self.rails.clone())));
+        } else {
+            self.rails.stop();
+            let _ = self.socket.shutdown(std::net::Shutdown::Both);
+            self.side.service.unwatch();
+        }
+    }
+}
+
+/// Queue pairs whose connection is closed.
+#[derive(Debug)]
+struct Lingering(#[allow(dead_code)] Arc<Rails>);
+
+impl Kept for Lingering {}
+
+/// Reads a message of a fixed size from a socket that does not block.
+#[derive(Debug)]
+struct Reading<const N: usize> {
+    bytes: Box<[u8; N]>,
+    have: usize,
+}
+
+impl<const N: usize> Reading<N> {
+    fn new() -> Self {
+        Reading {
+            bytes: Box::new([0; N]),
+            have: 0,
+        }
+    }
+
+    /// The whole message; `None`: not yet.
+    fn poll(&mut self, mut socket: &TcpStream) -> Result<Option<&[u8; N]>> {
+        while self.have < N {
+            match socket.read(&mut self.bytes[self.have..]) {
+                Ok(0) => return Err(Error::remote("the peer gave it up")),
+                Ok(n) => self.have += n,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(socket_lost(e)),
+            }
+        }
+        Ok(Some(&self.bytes))
+    }
+}
+
+#[cold]
+fn socket_lost(e: std::io::Error) -> Error {
+    let errno = Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO));
+    Error::remote(format!("the connection is gone: {}", errno.desc()))
+}
+
+/// Writes a message: what is said here always fits a new socket's buffer.
+fn say(mut socket: &TcpStream, bytes: &[u8]) -> Result<()> {
+    socket.write_all(bytes).map_err(socket_lost)
+}
+
+/// A connection that is being asked for.
+#[derive(Debug)]
+pub struct Connecting {
+    ports: Vec<Port>,
+    peer_ports: usize,
+    started: Instant,
+    stage: Stage,
+    service: Arc<Service>,
+    peer: SocketAddr,
+    /// There is another way if this one leads nowhere.
+    fallback: bool,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Socket(tcp::Connecting),
+    Reply(TcpStream, Box<Rails>, Reading<REPLY_LEN>),
+    /// Lanes that are proved, and since when it goes on.
+    Proof(TcpStream, Box<Rails>, usize, Instant, String),
+    Over,
+}
+
+impl Connecting {
+    /// Starts to connect from `ports` to a listener that has `peer_ports` of them.
+    pub fn new(
+        address: tcp::Address,
+        ports: Vec<Port>,
+        peer_ports: usize,
+        fallback: bool,
+    ) -> Result<Connecting> {
+        let socket = tcp::Connecting::new(address, purpose::VERBS)?;
+        Ok(Connecting {
+            ports,
+            peer_ports: peer_ports.clamp(1, MAX_PORTS),
+            started: Instant::now(),
+            service: socket.service().clone(),
+            peer: socket.peer(),
+            stage: Stage::Socket(socket),
+            fallback,
+        })
+    }
+
+    /// How long it has been going on.
+    pub fn age(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Goes on; `None`: not yet.
+    pub fn poll(&mut self) -> Result<Option<SendConnection>> {
+        let config = config::current();
+        let ib = &config.ib;
+        let limit = Duration::from_secs(config.connect_timeout_s);
+        loop {
+            match std::mem::replace(&mut self.stage, Stage::Over) {
+                Stage::Socket(mut s) => {
+                    let Some(socket) = s.poll_sockets()?.and_then(|mut s| s.pop()) else {
+                        self.stage = Stage::Socket(s);
+                        return Ok(None);
+                    };
+                    let n = lanes_of(self.ports.len(), self.peer_ports, ib.qps);
+                    let rails = Rails::new(&self.ports, self.peer_ports, n, true, ib)?;
+                    say(&socket, &rails.offer().encode()[..])?;
+                    self.stage = Stage::Reply(socket, Box::new(rails), Reading::new());
+                }
+                Stage::Reply(socket, mut rails, mut reading) => {
+                    let Some(bytes) = reading.poll(&socket)? else {
+                        if self.age() > limit {
+                            return Err(Error::remote(format!(
+                                "the listener did not answer within {} s (VCCL_CONNECT_TIMEOUT)",
+                                config.connect_timeout_s
+                            )));
+                        }
+                        self.stage = Stage::Reply(socket, rails, reading);
+                        return Ok(None);
+                    };
+                    let (offer, gids) = match Reply::decode(bytes) {
+                        Some(Reply::Ready { offer, gids }) => (offer, gids),
+                        Some(Reply::Refused(why)) => {
+                            return Err(Error::remote(format!("the listener refused: {why}")))
+                        }
+                        None => {
+                            return Err(Error::remote(
+                                "the listener's answer is not one of vccl's: use the same library on all ranks",
+                            ))
+                        }
+                    };
+                    rails.connect(&offer, &gids, true, ib)?;
+                    rails.post_proof()?;
+                    let way = rails.describe(&offer, &gids, true);
+                    self.stage = Stage::Proof(socket, rails, 0, Instant::now(), way);
+                }
+                Stage::Proof(socket, rails, mut proved, since, way) => {
+                    let mut wcs = [sys::Wc::default(); 16];
+                    for port in 0..rails.ports() {
+                        let n = rails.poll(port, &mut wcs)?;
+                        for wc in &wcs[..n] {
+                            if wc.status != sys::WC_SUCCESS {
+                                return Err(rails.failed(wc).context(way));
+                            }
+                            proved += 1;
+                        }
+                    }
+                    if let Some(e) = rails.health.why() {
+                        return Err(e.context(way));
+                    }
+                    if proved == rails.lanes().len() {
+                        say(&socket, &GO)?;
+                        let routing = Routing::new(ib, rails.offer().infiniband);
+                        let peer = format!("connection to {} ({way})", self.peer);
+                        return Ok(Some(SendConnection::new(
+                            self.service.clone(),
+                            socket,
+                            *rails,
+                            routing,
+                            peer,
+                        )));
+                    }
+                    let limit = if self.fallback {
+                        PROOF.min(limit)
+                    } else {
+                        limit
+                    };
+                    if since.elapsed() > limit {
+                        return Err(Error::remote(format!(
+                            "{way}: a write to the peer is not acknowledged within {} s: is there a way between \
+                             the two addresses, and do firewalls and switches let RoCE (UDP port 4791) pass?",
+                            limit.as_secs()
+                        )));
+                    }
+                    self.stage = Stage::Proof(socket, rails, proved, since, way);
+                    return Ok(None);
+                }
+                Stage::Over => return Err(Error::internal("a failed attempt to connect goes on")),
+            }
+        }
+    }
+}
+
+/// A connector at a listener, before there is a connection.
+#[derive(Debug)]
+pub struct Negotiation {
+    ports: Vec<Port>,
+    socket: TcpStream,
+    service: Arc<Service>,
+    peer: SocketAddr,
+    since: Instant,
+    offer: Reading<OFFER_LEN>,
+    built: Option<(Box<Rails>, Reading<8>, String)>,
+}
+
+impl Negotiation {
+    /// Begins.
+    pub fn new(
+        ports: Vec<Port>,
+        socket: TcpStream,
+        service: Arc<Service>,
+        peer: SocketAddr,
+    ) -> Negotiation {
+        Negotiation {
+            ports,
+            socket,
+            service,
+            peer,
+            since: Instant::now(),
+            offer: Reading::new(),
+            built: None,
+        }
+    }
+
+    /// Who it is.
+    pub fn peer(&self) -> SocketAddr {
+        self.peer
+    }
+
+    fn build(ports: &[Port], offer: &Offer, ib: &Ib) -> Result<(Rails, Reply, String)> {
+        let mut rails = Rails::new(ports, offer.ports.len(), offer.qps.len(), false, ib)?;
+        let gids = rails.choose(offer, ib)?;
+        rails.post_receives()?;
+        rails.connect(offer, &gids, false, ib)?;
+        let way = rails.describe(offer, &gids, false);
+        let reply = Reply::Ready {
+            offer: rails.offer(),
+            gids,
+        };
+        Ok((rails, reply, way))
+    }
+
+    /// Goes on; says whether it can be finished.
+    pub fn poll(&mut self) -> Result<bool> {
+        let config = config::current();
+        if self.built.is_none() {
+            let Some(bytes) = self.offer.poll(&self.socket)? else {
+                return self.not_yet(config.connect_timeout_s);
+            };
+            let Some(offer) = Offer::decode(bytes) else {
+                return Err(Error::remote("what it offers is not vccl's"));
+            };
+            match Negotiation::build(&self.ports, &offer, &config.ib) {
+                Ok((rails, reply, way)) => {
+                    say(&self.socket, &reply.encode()[..])?;
+                    self.built = Some((Box::new(rails), Reading::new(), way));
+                }
+                Err(e) => {
+                    let _ = say(&self.socket, &Reply::Refused(e.text().into()).encode()[..]);
+                    return Err(e);
+                }
+            }
+        }
+        let Some((_, reading, _)) = &mut self.built else {
+            return Ok(false);
+        };
+        match reading.poll(&self.socket)? {
+            None => self.not_yet(config.connect_timeout_s),
+            Some(bytes) if *bytes == GO => Ok(true),
+            Some(_) => Err(Error::remote("what it says is not vccl's")),
+        }
+    }
+
+    fn not_yet(&self, limit: u64) -> Result<bool> {
+        if self.since.elapsed() > Duration::from_secs(2 * limit) {
+            return Err(Error::remote("it says nothing any more"));
+        }
+        Ok(false)
+    }
+
+    /// The connection, once [`Negotiation::poll`] said so.
+    pub fn finish(self) -> Result<RecvConnection> {
+        let Some((rails, _, way)) = self.built else {
+            return Err(Error::internal("a negotiation is finished before its end"));
+        };
+        Ok(RecvConnection::new(
+            self.service,
+            self.socket,
+            *rails,
+            format!("connection from {} ({way})", self.peer),
+        ))
+    }
+}

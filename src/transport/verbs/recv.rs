@@ -1,0 +1,486 @@
+//! The receiving end.
+
+use std::net::TcpStream;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::rails::{id, Rails, CONTROL_DEPTH};
+use super::send::next;
+use super::wire::{done, done_of, load, offset, Descriptor, Imm, DESCRIPTOR_LEN, MAX_PORTS, RING};
+use super::End as VerbsEnd;
+use crate::error::{Error, Result};
+use crate::gate::Gate;
+use crate::ibverbs::sys;
+use crate::transport::copy_engine::link::close_deadline;
+use crate::transport::staging::{CHUNK, CHUNKS};
+use crate::transport::tcp::service::Service;
+use crate::transport::{outside, End, RecvEnd, Region};
+
+/// Completions taken at a time.
+const BATCH: usize = 16;
+/// Each so many control writes one tells of its completion.
+const SIGNAL: u32 = 16;
+const NOBODY: u8 = u8::MAX;
+
+/// What a chunk is used for.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+enum Use {
+    /// The sender may write to it, if it has been told so.
+    #[default]
+    Free,
+    /// Bytes have come, those of chunks before not yet.
+    Arrived {
+        request: usize,
+        bytes: u64,
+        last: bool,
+    },
+    /// The copy out of it is in flight.
+    Copying { request: usize, bytes: u64 },
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Chunk {
+    used: Use,
+    step: u32,
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Request {
+    live: bool,
+    seq: u32,
+    tag: u32,
+    addr: u64,
+    capacity: u64,
+    region: u32,
+    staged: bool,
+    /// Bytes of the message, once they are known.
+    total: Option<u64>,
+    /// Parts that have not come.
+    parts: u32,
+    /// Bytes that came in chunks.
+    got: u64,
+    /// Bytes of those that are where they belong.
+    copied: u64,
+    /// Bytes of a message that does not fit.
+    too_large: Option<u64>,
+}
+
+impl Request {
+    /// All has come and is where it belongs.
+    #[inline]
+    fn is_over(&self) -> bool {
+        self.total.is_some() && self.parts == 0 && self.copied == self.got
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    requests: [Request; RING],
+    by_slot: [u8; RING],
+    /// Number of the next descriptor.
+    next: u32,
+    /// Control writes, all on the first lane.
+    posted: u32,
+    done: u32,
+    chunks: [Chunk; CHUNKS],
+    /// The chunk whose bytes come next in their message, and the one that is freed next.
+    expected: u32,
+    freed: u32,
+    /// What the sender has been told of that.
+    told: u32,
+    wcs: [sys::Wc; BATCH],
+}
+
+/// The receiving end of a connection.
+#[derive(Debug)]
+pub struct RecvConnection {
+    end: VerbsEnd,
+    gate: Gate<State>,
+    closed: bool,
+}
+
+impl RecvConnection {
+    pub(super) fn new(
+        service: Arc<Service>,
+        socket: TcpStream,
+        rails: Rails,
+        peer: String,
+    ) -> RecvConnection {
+        RecvConnection {
+            end: VerbsEnd::new(service, socket, rails, peer),
+            gate: Gate::new(State {
+                requests: [Request::default(); RING],
+                by_slot: [NOBODY; RING],
+                next: 1,
+                posted: 0,
+                done: 0,
+                chunks: [Chunk::default(); CHUNKS],
+                expected: 0,
+                freed: 0,
+                told: 0,
+                wcs: [sys::Wc::default(); BATCH],
+            }),
+            closed: false,
+        }
+    }
+
+    #[cold]
+    fn breach(&self, what: &str) -> Error {
+        self.end.side.fail(Error::remote(format!(
+            "{}: the peer breaks the protocol: {what}",
+            self.end.side.peer
+        )))
+    }
+
+    /// Takes in what has completed.
+    #[inline]
+    fn complete(&self, st: &mut State) -> Result<()> {
+        let rails = &self.end.rails;
+        for port in 0..rails.ports() {
+            loop {
+                let n = rails
+                    .poll(port, &mut st.wcs)
+                    .map_err(|e| self.end.fail(e))?;
+                for i in 0..n {
+                    let wc = st.wcs[i];
+                    if wc.status != sys::WC_SUCCESS {
+                        return Err(self.end.failed(&wc));
+                    }
+                    let (kind, lane, _, posted) = id::parts(wc.wr_id);
+                    if kind == id::RECV {
+                        self.announced(st, u32::from_be(wc.imm_data))?;
+                        rails.post_receive(lane).map_err(|e| self.end.fail(e))?;
+                    } else {
+                        st.done = posted;
+                    }
+                }
+                if n < BATCH {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn announced(&self, st: &mut State, bits: u32) -> Result<()> {
+        let Some(imm) = Imm::decode(bits) else {
+            return Err(self.breach("an announcement means nothing"));
+        };
+        let slot = match imm {
+            Imm::Short { slot, .. } | Imm::Long { slot } | Imm::Chunk { slot, .. } => slot,
+        };
+        let index = st.by_slot[slot as usize] as usize;
+        let r = match st.requests.get_mut(index) {
+            Some(r) if r.live && r.too_large.is_none() => r,
+            _ => return Err(self.breach("an announcement is for a receive that is not posted")),
+        };
+        let (total, striped) = match imm {
+            Imm::Short { total, striped, .. } => (u64::from(total), striped),
+            Imm::Long { slot } => {
+                let words = load::<4>(&self.end.rails.block().done[slot as usize].0);
+                let Some((total, kind, striped)) = done_of(&words) else {
+                    return Err(self.breach("a message has no size"));
+                };
+                match kind {
+                    done::WRITTEN => {}
+                    done::TOO_LARGE if total > r.capacity && r.total.is_none() => {
+                        r.too_large = Some(total);
+                        return Ok(());
+                    }
+                    _ => return Err(self.breach("a message is said not to fit that does")),
+                }
+                (total, striped)
+            }
+            Imm::Chunk {
+                chunk, bytes, last, ..
+            } => {
+                let c = &mut st.chunks[chunk as usize];
+                if !r.staged || c.used != Use::Free {
+                    return Err(self.breach("a chunk is written that was not free"));
+                }
+                c.used = Use::Arrived {
+                    request: index,
+                    bytes: bytes.into(),
+                    last,
+                };
+                return self.unpack(st);
+            }
+        };
+        if r.staged && total > 0 {
+            return Err(self.breach("a message does not come in chunks"));
+        }
+        let lanes = self.end.rails.lanes().len() as u32;
+        match r.total {
+            None if total <= r.capacity => {
+                r.total = Some(total);
+                r.parts = if striped { lanes - 1 } else { 0 };
+            }
+            Some(t) if t == total && r.parts > 0 && striped => r.parts -= 1,
+            _ => return Err(self.breach("a message has more bytes or parts than it should")),
+        }
+        Ok(())
+    }
+
+    /// Copies the chunks whose turn it is to where they belong.
+    fn unpack(&self, st: &mut State) -> Result<()> {
+        let Some(staging) = self.end.side.staging.get() else {
+            return Err(self.breach("a chunk comes where there are none"));
+        };
+        loop {
+            let i = st.expected as usize % CHUNKS;
+            let c = &mut st.chunks[i];
+            let Use::Arrived {
+                request,
+                bytes,
+                last,
+            } = c.used
+            else {
+                return Ok(());
+            };
+            let r = &mut st.requests[request];
+            if r.total.is_some() || bytes > r.capacity - r.got || bytes == 0 {
+                return Err(self.breach("chunks have more bytes than their message"));
+            }
+            c.used = Use::Copying { request, bytes };
+            c.step = c.step.wrapping_add(1);
+            st.expected = st.expected.wrapping_add(1);
+            let to = r.addr + r.got;
+            r.got += bytes;
+            if last {
+                r.total = Some(r.got);
+            }
+            // SAFETY: the range lies in the buffer of a live receive, and `deregister` waits for copies
+            // into it.
+            unsafe { staging.copy(i, to, bytes as usize, false, c.step) }
+                .map_err(|e| self.end.side.copy_failed(e))?;
+        }
+    }
+
+    /// Frees the chunks whose copies are over, and tells the sender, if there still is one.
+    #[inline]
+    fn free(&self, st: &mut State, tell: bool) -> Result<()> {
+        let Some(staging) = self.end.side.staging.get() else {
+            return Ok(());
+        };
+        while st.freed != st.expected {
+            let i = st.freed as usize % CHUNKS;
+            let c = &mut st.chunks[i];
+            let Use::Copying { request, bytes } = c.used else {
+                break;
+            };
+            if !staging.is_over(i, c.step) {
+                break;
+            }
+            c.used = Use::Free;
+            st.requests[request].copied += bytes;
+            st.freed = st.freed.wrapping_add(1);
+        }
+        if tell && st.told != st.freed && Self::has_room(st) {
+            let block = self.end.rails.block();
+            block.source_word.store(st.freed.into(), Ordering::Release);
+            st.told = st.freed;
+            let source = &raw const block.source_word as u64;
+            self.control(st, source, 8, offset::CREDITS)?;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn has_room(st: &State) -> bool {
+        st.posted.wrapping_sub(st.done) < CONTROL_DEPTH
+    }
+
+    /// Writes to the sender's block.
+    #[inline]
+    fn control(&self, st: &mut State, source: u64, len: u32, to: u64) -> Result<()> {
+        st.posted = st.posted.wrapping_add(1);
+        let signal = st.posted % SIGNAL == 0;
+        let wr_id = id::of(id::CONTROL, 0, 0, st.posted);
+        self.end
+            .rails
+            .write_block(0, wr_id, source, len, to, signal)
+            .map_err(|e| self.end.fail(e))
+    }
+
+    #[inline]
+    fn progress(&self, st: &mut State) -> Result<()> {
+        // Once it has failed nothing is written any more: the memory may be gone.
+        self.end.side.trouble()?;
+        // Looked for first: what completed before the end counts.
+        let trouble = self.end.trouble(Duration::ZERO);
+        let moved = self
+            .complete(st)
+            .and_then(|()| self.free(st, trouble.is_none()));
+        let copying = |r: &Request| r.live && r.total.is_some() && r.parts == 0 && !r.is_over();
+        match trouble {
+            Some(e) if !st.requests.iter().any(copying) => Err(self.end.side.fail(e)),
+            _ => moved,
+        }
+    }
+
+    fn outcome(&self, r: &Request) -> Result<Option<usize>> {
+        if let Some(size) = r.too_large {
+            return Err(Error::invalid_usage(format!(
+                "{}: a receive of {} bytes meets a send of {size} bytes: nothing was written; both sides \
+                 must agree on the size",
+                self.end.side.peer, r.capacity
+            )));
+        }
+        Ok(r.total.filter(|_| r.is_over()).map(|t| t as usize))
+    }
+
+    /// Whether a receive with the same tag that was posted before is not over: messages that take different
+    /// queue pairs overtake each other, and nobody shall see that.
+    fn is_overtaking(st: &State, r: &Request) -> bool {
+        st.requests.iter().any(|o| {
+            o.live
+                && o.tag == r.tag
+                && o.seq != r.seq
+                && r.seq.wrapping_sub(o.seq) < 2 * RING as u32
+                && !o.is_over()
+                && o.too_large.is_none()
+        })
+    }
+}
+
+impl End for RecvConnection {
+    fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
+        self.end.register(addr, len, cuda)
+    }
+
+    fn deregister(&self, region: Region) -> Result<()> {
+        let deadline = close_deadline();
+        let Some(mut st) = self.gate.enter_by(deadline) else {
+            log::warn!("{}: in use as a registration ends", self.end.side.peer);
+            return Ok(());
+        };
+        let st = &mut *st;
+        let uses = |r: &Request| r.live && r.region == region.id && !r.is_over();
+        if st.requests.iter().any(uses) {
+            // Its bytes may all be there already.
+            let _ = self.complete(st);
+        }
+        if st.requests.iter().any(uses) {
+            self.end.side.fail(Error::invalid_usage(format!(
+                "{}: memory was deregistered while receives into it were posted",
+                self.end.side.peer
+            )));
+            self.end.rails.stop();
+            self.end.side.drain(deadline);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn poll(&self, index: usize) -> Result<Option<usize>> {
+        let Some(mut st) = self.gate.enter()? else {
+            return Ok(None);
+        };
+        let st = &mut *st;
+        let trouble = self.progress(st);
+        let outcome = match self.outcome(&st.requests[index]) {
+            Ok(None) => match trouble {
+                Err(e) => Err(e),
+                Ok(()) => return Ok(None),
+            },
+            Ok(Some(_)) if trouble.is_ok() && Self::is_overtaking(st, &st.requests[index]) => {
+                return Ok(None)
+            }
+            r => r,
+        };
+        let r = &mut st.requests[index];
+        r.live = false;
+        st.by_slot[r.seq as usize % RING] = NOBODY;
+        outcome
+    }
+
+    fn check(&self) -> Result<()> {
+        self.end.side.check_copies()
+    }
+
+    fn close(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.closed, true) {
+            return Ok(());
+        }
+        self.end.close(true);
+        self.end.side.drain(close_deadline());
+        Ok(())
+    }
+
+    fn describe(&self) -> String {
+        self.end.side.peer.clone()
+    }
+}
+
+impl RecvEnd for RecvConnection {
+    #[inline]
+    fn recv(&self, index: usize, addr: u64, len: u64, tag: u32, region: &Region) -> Result<bool> {
+        if !region.holds(addr, len) {
+            return Err(outside(addr, len, region).context(&self.end.side.peer));
+        }
+        let Some(mut st) = self.gate.enter()? else {
+            return Ok(false);
+        };
+        let st = &mut *st;
+        self.end.side.trouble()?;
+        if let Some(e) = self.end.trouble(Duration::ZERO) {
+            // Other receives may have come before that: it has not failed for them.
+            return Err(e);
+        }
+        let seq = st.next;
+        let slot = seq as usize % RING;
+        if st.by_slot[slot] != NOBODY {
+            return Ok(false);
+        }
+        if !Self::has_room(st) {
+            self.complete(st)?;
+            if !Self::has_room(st) {
+                return Ok(false);
+            }
+        }
+        let staged = region.keys.is_none();
+        let (to, rkeys) = match (&region.keys, self.end.side.staging.get()) {
+            (Some(k), _) => (addr, k.rkeys),
+            (None, Some(s)) => (s.host(0), self.end.chunk_keys().rkeys),
+            (None, None) => (0, [0; MAX_PORTS]),
+        };
+        st.by_slot[slot] = index as u8;
+        st.requests[index] = Request {
+            live: true,
+            seq,
+            tag,
+            addr,
+            capacity: len,
+            region: region.id,
+            staged,
+            ..Request::default()
+        };
+        st.next = next(seq);
+        let descriptor = Descriptor {
+            seq,
+            tag,
+            addr: to,
+            capacity: len,
+            rkeys,
+            staged,
+        };
+        let source = &self.end.rails.block().source[slot].0;
+        for (to, w) in source.iter().zip(descriptor.words()) {
+            to.store(w, Ordering::Relaxed);
+        }
+        let at = source.as_ptr() as u64;
+        // Trouble here is told by test: the receive is posted.
+        let _ = self.control(st, at, DESCRIPTOR_LEN as u32, offset::slot(seq));
+        Ok(true)
+    }
+}
+
+impl Drop for RecvConnection {
+    fn drop(&mut self) {
+        let _ = self.close();
+    }
+}
+
+const _: () = assert!(CHUNK < u32::MAX as usize);
