@@ -4,6 +4,7 @@
 
 pub mod command;
 mod errors;
+mod fault;
 mod flow;
 mod handles;
 mod kill;
@@ -103,6 +104,7 @@ pub fn cases() -> impl Iterator<Item = &'static Case> {
         handles::CASES,
         kill::CASES,
         scale::CASES,
+        fault::CASES,
     ]
     .into_iter()
     .flatten()
