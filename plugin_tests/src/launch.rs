@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::error::{Context, Error, Result};
+use crate::nodes::{Node, AGENT_VAR};
 use crate::oob::{self, Frame, Kind};
 use crate::params::Params;
 use crate::surroundings::Surroundings;
@@ -54,6 +55,8 @@ pub struct Launch {
     pub layout: Layout,
     /// Environment variables for the ranks.
     pub env: Vec<(String, String)>,
+    /// Where the processes run, in turn; without any, here.
+    pub nodes: Vec<Node>,
     /// What is special around each process, in order; the processes beyond have nothing special.
     pub surroundings: Vec<Surroundings>,
     /// A folder that the ranks' loader searches first, for a stand-in of the CUDA driver.
@@ -83,6 +86,7 @@ impl Launch {
             nranks,
             layout: Layout::Processes,
             env: Vec::new(),
+            nodes: Vec::new(),
             surroundings: Vec::new(),
             library_dir: None,
             nofile: None,
@@ -177,11 +181,15 @@ impl Launch {
             }
             command.env("LD_LIBRARY_PATH", path);
         }
-        let plain = Surroundings::default();
-        let mut child = self
-            .surroundings
-            .get(index)
-            .unwrap_or(&plain)
+        let mut around = self.surroundings.get(index).cloned().unwrap_or_default();
+        match self.nodes.iter().cycle().nth(index) {
+            None | Some(Node::Here) => {}
+            Some(Node::Namespace(name)) => around.network = Some(name.clone()),
+            Some(Node::Agent(address)) => {
+                command.env(AGENT_VAR, address);
+            }
+        }
+        let mut child = around
             .spawn(&mut command)
             .context(|| format!("cannot start a rank as {}", self.exe.display()))?;
         drop(command);
@@ -353,6 +361,7 @@ impl Run {
             }
             Kind::Up => up(from, f.payload),
             Kind::Spec | Kind::Gone => {}
+            Kind::Start | Kind::Stderr | Kind::Exit | Kind::Stop => {}
         }
     }
 

@@ -14,6 +14,7 @@ pub mod launch;
 pub mod logs;
 pub mod memory;
 pub mod net;
+pub mod nodes;
 pub mod oob;
 pub mod params;
 pub mod pattern;

@@ -31,6 +31,14 @@ pub enum Kind {
     Up,
     /// Parent to ranks: that rank is gone.
     Gone,
+    /// To an agent: a rank to start; see [`crate::nodes`].
+    Start,
+    /// From an agent: what its rank wrote to stderr.
+    Stderr,
+    /// From an agent: how its rank ended.
+    Exit,
+    /// To an agent: nothing more will come.
+    Stop,
 }
 
 impl Kind {
@@ -42,6 +50,10 @@ impl Kind {
             Kind::Done,
             Kind::Up,
             Kind::Gone,
+            Kind::Start,
+            Kind::Stderr,
+            Kind::Exit,
+            Kind::Stop,
         ]
         .into_iter()
         .find(|k| *k as u8 == b)

@@ -3,7 +3,9 @@
 //! own, under other limits, with other devices visible.
 
 use std::ffi::{CStr, CString};
+use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -53,6 +55,8 @@ pub enum Mount {
 pub struct Surroundings {
     /// Variables to set, or with `None` to remove.
     pub env: Vec<(String, Option<String>)>,
+    /// The network namespace to be in, as `ip netns` names it.
+    pub network: Option<String>,
     /// Namespaces to make.
     pub namespaces: Vec<Namespace>,
     /// The host's name in a UTS namespace.
@@ -70,6 +74,7 @@ pub const CAP_IPC_LOCK: u32 = 14;
 
 /// What [`Surroundings::enter`] needs, made before the fork.
 struct Prepared {
+    network: Option<OwnedFd>,
     flags: libc::c_int,
     host_name: Option<CString>,
     mounts: Vec<(CString, Option<CString>)>,
@@ -122,6 +127,10 @@ impl Prepared {
             // SAFETY: a valid pair: the soft limit is not above the hard one.
             must(unsafe { libc::setrlimit(*resource, &limit) })?;
         }
+        if let Some(network) = &self.network {
+            // SAFETY: takes an open file and flags only.
+            must(unsafe { libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET) })?;
+        }
         if self.flags != 0 {
             // SAFETY: takes flags only.
             must(unsafe { libc::unshare(self.flags) })?;
@@ -130,10 +139,16 @@ impl Prepared {
             // SAFETY: the text has the length that is passed.
             must(unsafe { libc::sethostname(name.as_ptr(), name.as_bytes().len()) })?;
         }
-        if !self.mounts.is_empty() {
+        if !self.mounts.is_empty() || self.network.is_some() {
             // Nothing of what follows is to reach the namespace that we come from.
             let private = libc::MS_REC | libc::MS_PRIVATE;
             mount(c"none", c"/", c"none", private, None)?;
+        }
+        if self.network.is_some() {
+            // A sysfs shows the devices of the network namespace that it was mounted in.
+            // SAFETY: the text ends in NUL.
+            must(unsafe { libc::umount2(c"/sys".as_ptr(), libc::MNT_DETACH) })?;
+            mount(c"none", c"/sys", c"sysfs", 0, None)?;
         }
         for (path, tmpfs) in &self.mounts {
             match tmpfs {
@@ -179,13 +194,18 @@ impl Surroundings {
             Mount::Full(path) => Ok((c_path(path)?, Some(text("size=4096,nr_inodes=1")?))),
             Mount::ReadOnly(path) => Ok((c_path(path)?, None)),
         });
+        let open = |name: &String| File::open(Path::new("/run/netns").join(name));
+        let network = self.network.as_ref().map(open).transpose()?;
+        let network = network.map(OwnedFd::from);
+        let own_mounts = network.as_ref().map_or(0, |_| libc::CLONE_NEWNS);
         Ok(Prepared {
             // Who makes a PID namespace stays outside: that is for the thread that starts the child.
             flags: self
                 .namespaces
                 .iter()
                 .filter(|n| **n != Namespace::Pid)
-                .fold(0, |all, n| all | n.flag()),
+                .fold(own_mounts, |all, n| all | n.flag()),
+            network,
             host_name: self.host_name.as_deref().map(text).transpose()?,
             mounts: mounts.collect::<io::Result<_>>()?,
             limits: self.limits.clone(),

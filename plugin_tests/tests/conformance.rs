@@ -43,6 +43,7 @@ impl Run {
             send: self.send,
             recv: self.recv,
             layout: self.layout,
+            nodes: Vec::new(),
             env: self
                 .env
                 .iter()

@@ -14,6 +14,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use plugin_tests::cuda;
 use plugin_tests::launch::Launch;
 use plugin_tests::net::MAX_REQUESTS;
+use plugin_tests::nodes::Node;
 use plugin_tests::params::Params;
 
 use crate::{plugin, signals};
@@ -99,6 +100,10 @@ pub struct Args {
     /// How many ranks, each a process; default: one for each GPU, or 2 in host memory
     #[arg(short = 'r', long)]
     ranks: Option<usize>,
+    /// Where the ranks run, in turn: here, the name of a network namespace, or HOST:PORT of a
+    /// `plugin_driver agent`
+    #[arg(long, value_delimiter = ',')]
+    nodes: Vec<Node>,
     /// The plugin; default: the one installed beside this program, or the loader's
     #[arg(long)]
     plugin: Option<PathBuf>,
@@ -233,6 +238,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let exe = std::env::current_exe().map_err(|e| format!("cannot find this program: {e}"))?;
     let mut launch = Launch::new(exe, library.clone(), ENTRY, place.ranks);
     launch.abi = args.abi;
+    launch.nodes = args.nodes.clone();
     launch.timeout = Duration::from_secs(args.timeout);
     launch.tidy = false;
     launch.interrupt = Some(signals::watch());

@@ -7,11 +7,14 @@ use std::time::Duration;
 use super::{cases, find, run_case, Case, Outcome, Setup};
 use crate::launch::Layout;
 use crate::memory::Kind;
+use crate::nodes::Node;
 
 /// The options.
 pub const USAGE: &str = "\
 usage: conformance --plugin LIBRARY [options]
        conformance --list
+       agent ADDRESS:PORT         starts ranks for a driver elsewhere, whatever it asks for
+       agent --stop ADDRESS:PORT  ends that
 
   --plugin LIBRARY    the net plugin to test
   --abi N[,N...]      ABI versions, 6 to 12; default: the newest that the plugin has
@@ -21,6 +24,8 @@ usage: conformance --plugin LIBRARY [options]
   --group NAME        only this group; may be repeated
   --large             also the cases that need much memory
   --threads           ranks are threads of one process
+  --nodes N[,N...]    where the ranks' processes run, in turn: here, the name of a network
+                      namespace (needs root), or HOST:PORT of an agent
   --cuda-dir FOLDER   the ranks' loader looks there first: for a stand-in of libcuda.so.1
   --env NAME=VALUE    for the ranks; may be repeated
   --timeout SECONDS   for each case; default: 60
@@ -36,6 +41,7 @@ struct Options {
     groups: Vec<String>,
     large: bool,
     layout: Layout,
+    nodes: Vec<Node>,
     cuda_dir: Option<PathBuf>,
     env: Vec<(String, String)>,
     timeout: Duration,
@@ -51,6 +57,7 @@ fn parse(args: &[String]) -> Result<Options, String> {
         groups: Vec::new(),
         large: false,
         layout: Layout::Processes,
+        nodes: Vec::new(),
         cuda_dir: None,
         env: Vec::new(),
         timeout: Duration::from_secs(60),
@@ -71,6 +78,7 @@ fn parse(args: &[String]) -> Result<Options, String> {
             "--group" => o.groups.push(value()?),
             "--large" => o.large = true,
             "--threads" => o.layout = Layout::Threads,
+            "--nodes" => o.nodes = list(&value()?, str::parse)?,
             "--cuda-dir" => o.cuda_dir = Some(value()?.into()),
             "--env" => {
                 let text = value()?;
@@ -84,6 +92,9 @@ fn parse(args: &[String]) -> Result<Options, String> {
             "--list" => o.list = true,
             other => return Err(format!("unknown option {other}")),
         }
+    }
+    if o.layout == Layout::Threads && !o.nodes.is_empty() {
+        return Err("--threads: all ranks are in one process; --nodes is for several".into());
     }
     for name in &o.cases {
         if find(name).is_none() {
@@ -166,6 +177,7 @@ pub fn command(args: &[String], plugin: Option<PathBuf>) -> ExitCode {
                     send: *send,
                     recv: *recv,
                     layout: o.layout,
+                    nodes: o.nodes.clone(),
                     env: o.env.clone(),
                     library_dir: o.cuda_dir.clone(),
                     timeout: o.timeout,

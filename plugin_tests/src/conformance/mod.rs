@@ -4,6 +4,7 @@
 
 pub mod command;
 mod errors;
+mod fault;
 mod flow;
 mod handles;
 mod kill;
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::launch::{Launch, Layout};
 use crate::memory::Kind;
+use crate::nodes::Node;
 use crate::rank::Entry;
 
 /// A case of the suite.
@@ -102,6 +104,7 @@ pub fn cases() -> impl Iterator<Item = &'static Case> {
         handles::CASES,
         kill::CASES,
         scale::CASES,
+        fault::CASES,
     ]
     .into_iter()
     .flatten()
@@ -127,6 +130,8 @@ pub struct Setup {
     pub recv: Kind,
     /// Processes or threads.
     pub layout: Layout,
+    /// Where the processes run, in turn.
+    pub nodes: Vec<Node>,
     /// Environment variables for the ranks: how a transport is chosen.
     pub env: Vec<(String, String)>,
     /// The folder of a stand-in for the CUDA driver.
@@ -161,6 +166,7 @@ pub fn run_case(case: &Case, setup: &Setup) -> (Outcome, Duration) {
     );
     launch.abi = setup.abi;
     launch.layout = setup.layout;
+    launch.nodes = setup.nodes.clone();
     launch.env = setup.env.clone();
     launch.library_dir = setup.library_dir.clone();
     if setup.library_dir.is_some() {
