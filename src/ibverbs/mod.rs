@@ -25,6 +25,9 @@ use crate::error::{Error, Result, ResultCode};
 /// Where the kernel shows its RDMA devices.
 pub const SYSFS: &str = "/sys/class/infiniband";
 const LIBRARY: &CStr = c"libibverbs.so.1";
+/// How often a queue pair is told its peer's address before that counts as unknown: the kernel gives up
+/// after a second or so, and the first look at a neighbour can take longer.
+const RESOLVING: u32 = 4;
 /// Access flags that a library or a device that does not know them may pass over.
 const ACCESS_OPTIONAL: u32 = 0x3ff0_0000;
 
@@ -845,8 +848,14 @@ impl Qp {
     pub fn modify(&self, attr: &sys::QpAttr, mask: c_int) -> Result<()> {
         let mut attr = *attr;
         let context = self.device();
-        // SAFETY: the queue pair is there, and `attr` lives through the call.
-        let code = unsafe { (context.verbs.table.modify_qp)(self.raw, &mut attr, mask) };
+        let mut code = libc::ETIMEDOUT;
+        for _ in 0..RESOLVING {
+            // SAFETY: the queue pair is there, and `attr` lives through the call.
+            code = unsafe { (context.verbs.table.modify_qp)(self.raw, &mut attr, mask) };
+            if code != libc::ETIMEDOUT {
+                break;
+            }
+        }
         check(code, || {
             let cure = if code == libc::ETIMEDOUT {
                 " (the peer's address did not resolve: is there a route between the two GIDs?)"

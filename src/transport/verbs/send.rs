@@ -126,6 +126,8 @@ struct State {
     /// Number of the next descriptor.
     next: u32,
     idle: u32,
+    /// The receiver posts no more.
+    over: bool,
     wcs: [sys::Wc; BATCH],
 }
 
@@ -164,6 +166,7 @@ impl SendConnection {
                 posts: VecDeque::with_capacity(RING),
                 next: 1,
                 idle: 0,
+                over: false,
                 wcs: [sys::Wc::default(); BATCH],
             }),
             closed: false,
@@ -710,6 +713,10 @@ impl SendEnd for SendConnection {
             self.end.side.trouble()?;
             if st.idle % LOOKS == 0 {
                 self.complete(st)?;
+                st.over = self.end.trouble(Duration::ZERO).is_some();
+            }
+            if st.over {
+                // Sends before it may still be acknowledged: it has not failed for them.
                 if let Some(e) = self.end.trouble(Duration::ZERO) {
                     return Err(e);
                 }
