@@ -134,8 +134,8 @@ pub struct Ib {
     pub ipv6: bool,
     /// `VCCL_IB_ADDR_RANGE`: the addresses that RoCE may use.
     pub range: Range,
-    /// `VCCL_IB_TC`: traffic class.
-    pub traffic_class: u8,
+    /// `VCCL_IB_TC`: traffic class; `None`: what the communicator asks for.
+    pub traffic_class: Option<u8>,
     /// `VCCL_IB_SL`: service level.
     pub service_level: u8,
     /// `VCCL_IB_PKEY`: index of the partition key.
@@ -277,6 +277,14 @@ fn in_range<T: PartialOrd + std::str::FromStr>(lo: T, hi: T) -> impl Fn(&str) ->
     move |s| s.parse::<T>().ok().filter(|v| *v >= lo && *v <= hi)
 }
 
+/// A byte, or -1 for none.
+fn byte(s: &str) -> Option<Option<u8>> {
+    match s.parse::<i16>().ok()? {
+        -1 => Some(None),
+        n => Some(Some(u8::try_from(n).ok()?)),
+    }
+}
+
 fn flag(s: &str) -> Option<bool> {
     match s {
         "0" => Some(false),
@@ -315,10 +323,7 @@ impl Ib {
                     "Entry of the port's table of GIDs; -1: the one that fits the peer's best, by type, family \
                      and subnet.",
                 ),
-                |s| match s.parse::<i16>().ok()? {
-                    -1 => Some(None),
-                    n => Some(Some(u8::try_from(n).ok()?)),
-                },
+                byte,
             ),
             roce_version: r.read(
                 ("VCCL_IB_ROCE_VERSION_NUM", "1 or 2", "2", "The version of RoCE."),
@@ -347,8 +352,13 @@ impl Ib {
                 Range::parse,
             ),
             traffic_class: r.read(
-                ("VCCL_IB_TC", "0 to 255", "0", "Traffic class."),
-                in_range(0u8, 255),
+                (
+                    "VCCL_IB_TC",
+                    "-1 to 255",
+                    "-1",
+                    "Traffic class; -1: what the communicator asks for, else 0.",
+                ),
+                byte,
             ),
             service_level: r.read(
                 ("VCCL_IB_SL", "0 to 15", "0", "Service level."),
@@ -742,7 +752,7 @@ mod tests {
         ]);
         assert!(complaints.is_empty(), "{complaints:?}");
         assert!(c.ib.hca.matches("mlx5_1", 1) && !c.ib.hca.matches("mlx5_10", 1));
-        assert_eq!((c.ib.traffic_class, c.ib.qps), (106, 2));
+        assert_eq!((c.ib.traffic_class, c.ib.qps), (Some(106), 2));
         assert_eq!(c.ib.gid_index, Some(3));
     }
 

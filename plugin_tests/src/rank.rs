@@ -209,6 +209,14 @@ fn run_rank(
     let session = plugin.init()?;
     let devices = session.devices()?;
     ensure!(devices > 0, "the plugin declines: devices() gave {devices}");
+    let own = (gpu.unwrap_or(rank) as i32) % devices;
+    let dev = match std::env::var_os("VCCL_DRIVER_JOIN") {
+        None => own,
+        Some(_) => {
+            let all: Vec<i32> = (0..devices).collect();
+            session.make_v_device(devices, &all)?
+        }
+    };
     let mut ctx = Ctx {
         rank,
         nranks,
@@ -217,7 +225,7 @@ fn run_rank(
         io: Progress::new(session.clone(), double),
         session: session.clone(),
         plugin,
-        dev: (gpu.unwrap_or(rank) as i32) % devices,
+        dev,
         gpu: gpu.unwrap_or(0),
         entry: name.to_string(),
         double,

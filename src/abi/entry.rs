@@ -30,6 +30,25 @@ pub(super) trait Describe {
     fn describe(dev: c_int, device: &'static net::Properties) -> Self;
 }
 
+/// What a version says of a communicator.
+pub(super) trait Configuration {
+    /// The traffic class that it asks for, or [`TRAFFIC_CLASS_UNDEF`](super::types::TRAFFIC_CLASS_UNDEF).
+    fn traffic_class(&self) -> c_int;
+}
+
+/// The traffic class that a configuration asks for, if there is one and it does.
+///
+/// # Safety
+/// `config` is NULL or points to a `C`.
+unsafe fn traffic_class<C: Configuration + Copy>(config: *mut C) -> Option<u8> {
+    if config.is_null() || !config.is_aligned() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    let class = unsafe { config.read() }.traffic_class();
+    u8::try_from(class).ok()
+}
+
 /// What a version says of the devices that a virtual one is to join.
 pub(super) trait Virtual {
     /// Their numbers; none: it names more than it has room for.
@@ -98,6 +117,8 @@ impl HandleKind for Context {
 pub(super) struct Context {
     /// Whether `net::init` succeeded, so that `net::finalize` must follow.
     started: bool,
+    /// What the communicator asks for.
+    traffic_class: Option<u8>,
 }
 
 /// Who uses the plugin now.
@@ -139,12 +160,11 @@ pub(super) unsafe extern "C" fn init_profiled(
     unsafe { init(log) }
 }
 
-/// `init` of version 11 and later, where `C` is the version's configuration. No transport has a
-/// use for its traffic class yet.
-pub(super) unsafe extern "C" fn init_context<C>(
+/// `init` of version 11 and later, where `C` is the version's configuration.
+pub(super) unsafe extern "C" fn init_context<C: Configuration + Copy>(
     ctx: *mut *mut c_void,
     _comm_id: u64,
-    _config: *mut C,
+    config: *mut C,
     log: Option<LogFn>,
     _profiler: Option<ProfilerFn>,
 ) -> c_int {
@@ -152,10 +172,15 @@ pub(super) unsafe extern "C" fn init_context<C>(
         // SAFETY: `ctx` is NCCL's place for the context.
         let ctx = unsafe { out(ctx, "ctx") }?;
         ctx.set(ptr::null_mut());
+        // SAFETY: NULL, or NCCL's own struct.
+        let traffic_class = unsafe { traffic_class(config) };
         let mut users = USERS.lock().unwrap_or_else(PoisonError::into_inner);
         let started = start(&mut users, log, Lifetime::Finalize);
         users.contexts += 1;
-        ctx.set(into_raw(Context { started }));
+        ctx.set(into_raw(Context {
+            started,
+            traffic_class,
+        }));
         Ok(())
     })
 }
@@ -261,14 +286,19 @@ pub(super) unsafe extern "C" fn listen_context(
 ///
 /// # Safety
 /// See the top of this file.
-unsafe fn connect_to(dev: c_int, handle: *mut c_void, send_comm: *mut *mut c_void) -> Result<()> {
+unsafe fn connect_to(
+    dev: c_int,
+    handle: *mut c_void,
+    send_comm: *mut *mut c_void,
+    traffic_class: Option<u8>,
+) -> Result<()> {
     // SAFETY: `send_comm` is NCCL's place for the communicator.
     let send_comm = unsafe { out(send_comm, "sendComm") }?;
     send_comm.set(ptr::null_mut());
     address(handle, "handle")?;
     // SAFETY: as in `listen_on`.
     let handle = unsafe { &mut *handle.cast::<[u8; HANDLE_LEN]>() };
-    if let Some(comm) = net::connect(dev, handle)? {
+    if let Some(comm) = net::connect(dev, handle, traffic_class)? {
         send_comm.set(into_raw(comm));
     }
     Ok(())
@@ -281,7 +311,9 @@ pub(super) unsafe extern "C" fn connect_plain(
     send_comm: *mut *mut c_void,
 ) -> c_int {
     // SAFETY: see the top of this file.
-    guard("connect", || unsafe { connect_to(dev, handle, send_comm) })
+    guard("connect", || unsafe {
+        connect_to(dev, handle, send_comm, None)
+    })
 }
 
 /// `connect` of versions 7 to 9. Device offload is never offered, so nothing is asked of it here.
@@ -292,19 +324,23 @@ pub(super) unsafe extern "C" fn connect(
     _send_dev_comm: *mut *mut DeviceHandle,
 ) -> c_int {
     // SAFETY: see the top of this file.
-    guard("connect", || unsafe { connect_to(dev, handle, send_comm) })
+    guard("connect", || unsafe {
+        connect_to(dev, handle, send_comm, None)
+    })
 }
 
 /// `connect` of version 10, where `C` is the version's configuration.
-pub(super) unsafe extern "C" fn connect_configured<C>(
+pub(super) unsafe extern "C" fn connect_configured<C: Configuration + Copy>(
     dev: c_int,
-    _config: *mut C,
+    config: *mut C,
     handle: *mut c_void,
     send_comm: *mut *mut c_void,
     _send_dev_comm: *mut *mut DeviceHandle,
 ) -> c_int {
     // SAFETY: see the top of this file.
-    guard("connect", || unsafe { connect_to(dev, handle, send_comm) })
+    guard("connect", || unsafe {
+        connect_to(dev, handle, send_comm, traffic_class(config))
+    })
 }
 
 /// `connect` of version 11 and later.
@@ -318,8 +354,8 @@ pub(super) unsafe extern "C" fn connect_context(
     // SAFETY: see the top of this file.
     guard("connect", || unsafe {
         out(send_comm, "sendComm")?.set(ptr::null_mut());
-        borrow::<Context>(ctx, "ctx")?;
-        connect_to(dev, handle, send_comm)
+        let context = borrow::<Context>(ctx, "ctx")?;
+        connect_to(dev, handle, send_comm, context.traffic_class)
     })
 }
 

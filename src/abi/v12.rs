@@ -257,6 +257,12 @@ impl VDeviceProps {
     }
 }
 
+impl entry::Configuration for CommConfig {
+    fn traffic_class(&self) -> c_int {
+        self.traffic_class
+    }
+}
+
 impl entry::Virtual for VDeviceProps {
     fn members(&self) -> Option<&[c_int]> {
         self.devs.get(..usize::try_from(self.ndevs).ok()?)

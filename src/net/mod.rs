@@ -305,7 +305,7 @@ enum Connecting {
 
 impl Connecting {
     /// Takes the best way that the handle's words leave open.
-    fn new(to: &Handle, ports: &[Port]) -> Result<Connecting> {
+    fn new(to: &Handle, ports: &[Port], class: Option<u8>) -> Result<Connecting> {
         let allowed = &config::current().transports;
         let why = match (allowed.allow(Transport::CopyEngine), elsewhere(&to.place)) {
             (false, _) => "VCCL_TRANSPORT excludes the copy engines",
@@ -322,7 +322,8 @@ impl Connecting {
             }
             (None, ..) => "there is no TCP address to set up RDMA with",
             (Some(address), Some(there), Some(_)) => {
-                let c = verbs::Connecting::new(address, ports.to_vec(), there.ports.into(), tcp);
+                let c =
+                    verbs::Connecting::new(address, ports.to_vec(), there.ports.into(), tcp, class);
                 return match c {
                     Ok(c) => Ok(Connecting::Verbs(c, why.into())),
                     Err(e) => Err(e.context("setting up RDMA")),
@@ -449,8 +450,12 @@ fn prune_old() {
 }
 
 /// Connects to the listener of `handle`, in as many calls as it takes; `None`: call again with the
-/// same handle, in which the attempt is noted.
-pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendComm>> {
+/// same handle, in which the attempt is noted. `traffic_class`: what the communicator asks for.
+pub fn connect(
+    dev: c_int,
+    handle: &mut [u8; HANDLE_LEN],
+    traffic_class: Option<u8>,
+) -> Result<Option<SendComm>> {
     let device = devices::get(dev)?;
     let _relaxed = Relaxed::begin();
     let to = Handle::decode(handle)?;
@@ -459,7 +464,7 @@ pub fn connect(dev: c_int, handle: &mut [u8; HANDLE_LEN]) -> Result<Option<SendC
     let known = tried.and_then(|n| lock(&ATTEMPTS).as_mut()?.live.remove(&n));
     let mut connecting = match known {
         Some(c) => c,
-        None => Connecting::new(&to, &device.ports)?,
+        None => Connecting::new(&to, &device.ports, traffic_class)?,
     };
     match connecting.poll(&to) {
         Ok(None) => {

@@ -31,7 +31,8 @@ usage: conformance --plugin LIBRARY [options]
   --timeout SECONDS   for each case; default: 60
   --list              print the cases and what they assert
 
-Environment: VCCL_DRIVER_LOG=warn or info prints the plugin's log.";
+Environment: VCCL_DRIVER_LOG=warn or info prints the plugin's log; VCCL_DRIVER_JOIN=1 has the ranks join all
+devices into a virtual one.";
 
 struct Options {
     plugin: Option<PathBuf>,

@@ -8,7 +8,7 @@ use super::util::{
     accept, close_listen, connect, connect_within, listen, memory, recv, send, wait,
 };
 use super::Case;
-use crate::error::{Context, Result};
+use crate::error::{Context, Error, Result};
 use crate::exchange::{exchange, simple, Shape, Stream};
 use crate::net::{Comm, Handle};
 use crate::rank::{Ctx, Link, CLOSE_LIMIT};
@@ -17,6 +17,9 @@ use crate::{ensure, fail};
 pub const CASES: &[Case] = &[
     Case::new("properties", "setup", 1, properties,
         "every device describes itself with values that NCCL takes, and no device has no properties")
+    .without_memory(),
+    Case::new("virtual_devices", "setup", 1, virtual_devices,
+        "makeVDevice joins devices once however often it is asked, adds up their speeds, and refuses nonsense")
     .without_memory(),
     Case::new("connect_before_accept", "setup", 2, connect_before_accept,
         "connect may be called long before accept, never blocks, and the connection works both ways round"),
@@ -30,6 +33,72 @@ pub const CASES: &[Case] = &[
     Case::new("shared_handle", "setup", 3, shared_handle,
         "one handle used by six connectors of two ranks gives six connections whose data does not mix"),
 ];
+
+fn virtual_devices(ctx: &mut Ctx) -> Result<()> {
+    if ctx.plugin.abi() < 9 {
+        return Err(Error::skip("NCCL joins devices from ABI version 9 on"));
+    }
+    let net = &ctx.session;
+    let n = net.devices()?;
+    // Device 0 may be one that cannot be joined: nonsense is refused all the same.
+    for (count, members) in [
+        (0, vec![]),
+        (-1, vec![]),
+        (i32::MAX, vec![0]),
+        (i32::MIN, vec![0]),
+        (9, vec![0; 9]),
+        (1, vec![-1]),
+        (1, vec![n]),
+        (2, vec![0, 0]),
+        (2, vec![0, n + 7]),
+    ] {
+        match net.make_v_device(count, &members) {
+            Ok(d) => fail!("{count} devices {members:?} were joined into device {d}"),
+            Err(e) => ensure!(e.code().is_some(), "{count} devices {members:?}: {e}"),
+        }
+        ensure!(
+            net.devices()? == n,
+            "a refused makeVDevice changed the number of devices"
+        );
+    }
+    if n < 2 {
+        return Err(Error::skip("there are not two devices to join"));
+    }
+    let parts = [net.properties(0)?, net.properties(1)?];
+    let joined = net.make_v_device(2, &[0, 1])?;
+    ensure!(
+        joined == n && net.devices()? == n + 1,
+        "the first virtual device of {n} has number {joined}"
+    );
+    let p = net.properties(joined)?;
+    ensure!(
+        p.speed == parts[0].speed + parts[1].speed,
+        "its speed is {}, of {} and {}",
+        p.speed,
+        parts[0].speed,
+        parts[1].speed
+    );
+    let (count, devs) = p.v_devices.clone().unwrap_or_default();
+    ensure!(
+        count == 2 && devs[..2] == [0, 1],
+        "its vProps are {count} {devs:?}"
+    );
+    ensure!(
+        parts.iter().all(|q| q.name != p.name),
+        "it has the name of a part: {}",
+        p.name
+    );
+    let again = net.make_v_device(2, &[0, 1])?;
+    ensure!(
+        again == joined && net.devices()? == n + 1,
+        "the same devices, joined again, are number {again}"
+    );
+    let other = net.make_v_device(2, &[1, 0])?;
+    ensure!(other == n + 1, "another order is another device: {other}");
+    let (_, l) = net.listen(joined)?;
+    net.close_listen(l)?;
+    Ok(())
+}
 
 fn properties(ctx: &mut Ctx) -> Result<()> {
     let net = &ctx.session;

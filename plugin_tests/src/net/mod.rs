@@ -316,6 +316,16 @@ impl Session {
         Ok(n)
     }
 
+    /// Joins devices into a virtual one; its number. `count`: how many NCCL says there are.
+    pub fn make_v_device(&self, count: i32, members: &[i32]) -> Result<i32> {
+        let mut dev: c_int = -1;
+        let mark = logs::mark();
+        // SAFETY: `dev` is a place for an int.
+        let rc = unsafe { self.table().make_v_device(&mut dev, count, members) };
+        check(rc, "makeVDevice", mark)?;
+        Ok(dev)
+    }
+
     /// The properties of device `dev`.
     pub fn properties(&self, dev: i32) -> Result<Properties> {
         let mark = logs::mark();

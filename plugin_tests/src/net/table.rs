@@ -83,6 +83,8 @@ pub trait Table: Send + Sync {
     unsafe fn close_recv(&self, comm: *mut c_void) -> c_int;
     unsafe fn close_listen(&self, comm: *mut c_void) -> c_int;
     unsafe fn finalize(&self, ctx: *mut c_void) -> c_int;
+    /// `makeVDevice` of `ndevs` devices, of which `members` are named.
+    unsafe fn make_v_device(&self, dev: *mut c_int, ndevs: c_int, members: &[c_int]) -> c_int;
 }
 
 /// Calls an optional function of the table.
@@ -150,6 +152,7 @@ macro_rules! version {
         accept: |$at:ident, $al:ident, $ac:ident| $accept:expr,
         handles: [$($phandle:expr)?], [$($phandles:expr)?],
         finalize: |$ft:ident, $fctx:ident| $finalize:expr,
+        join: |$jt:ident, $jdev:ident, $jn:ident, $jm:ident| $join:expr,
     ) => {
         struct $name {
             table: *const $v::Net,
@@ -334,6 +337,15 @@ macro_rules! version {
                 let $ft = self.t();
                 $finalize
             }
+            unsafe fn make_v_device(
+                &self,
+                $jdev: *mut c_int,
+                $jn: c_int,
+                $jm: &[c_int],
+            ) -> c_int {
+                let $jt = self.t();
+                $join
+            }
         }
     };
 }
@@ -347,6 +359,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |_t, _dev, _n, _members| MISSING,
 }
 
 version! {
@@ -362,6 +375,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |_t, _dev, _n, _members| MISSING,
 }
 
 version! {
@@ -378,6 +392,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |_t, _dev, _n, _members| MISSING,
 }
 
 /// The properties that version 9 added.
@@ -401,6 +416,20 @@ macro_rules! more9 {
     };
 }
 
+/// `makeVDevice` with that version's struct.
+macro_rules! join {
+    ($v:ident, $t:ident, $dev:ident, $n:ident, $members:ident) => {{
+        let mut props = $v::VDeviceProps {
+            ndevs: $n,
+            devs: [JUNK_INT; $v::MAX_DEVS_PER_NIC],
+        };
+        for (to, m) in props.devs.iter_mut().zip($members) {
+            *to = *m;
+        }
+        call!($t.make_v_device, $dev, &mut props)
+    }};
+}
+
 version! {
     V9, v9, 9, reg: usize, size: usize,
     init: |t, _ctx| call!(t.init, Some(logs::logger())),
@@ -412,6 +441,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |t, dev, n, members| join!(v9, t, dev, n, members),
 }
 
 version! {
@@ -426,6 +456,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [std::ptr::null_mut()], [std::ptr::null_mut()],
     finalize: |_t, _ctx| 0,
+    join: |t, dev, n, members| join!(v10, t, dev, n, members),
 }
 
 version! {
@@ -448,6 +479,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [std::ptr::null_mut()], [std::ptr::null_mut()],
     finalize: |t, ctx| call!(t.finalize, ctx),
+    join: |t, dev, n, members| join!(v11, t, dev, n, members),
 }
 
 version! {
@@ -470,6 +502,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [std::ptr::null_mut()], [std::ptr::null_mut()],
     finalize: |t, ctx| call!(t.finalize, ctx),
+    join: |t, dev, n, members| join!(v12, t, dev, n, members),
 }
 
 /// NCCL passes a hash that is the same in all ranks of a communicator.

@@ -264,6 +264,8 @@ pub struct Connecting {
     peer: SocketAddr,
     /// There is another way if this one leads nowhere.
     fallback: bool,
+    /// The communicator's.
+    traffic_class: Option<u8>,
 }
 
 #[derive(Debug)]
@@ -282,6 +284,7 @@ impl Connecting {
         ports: Vec<Port>,
         peer_ports: usize,
         fallback: bool,
+        traffic_class: Option<u8>,
     ) -> Result<Connecting> {
         let socket = tcp::Connecting::new(address, purpose::VERBS)?;
         Ok(Connecting {
@@ -292,6 +295,7 @@ impl Connecting {
             peer: socket.peer(),
             stage: Stage::Socket(socket),
             fallback,
+            traffic_class,
         })
     }
 
@@ -313,7 +317,14 @@ impl Connecting {
                         return Ok(None);
                     };
                     let n = lanes_of(self.ports.len(), self.peer_ports, ib.qps);
-                    let rails = Rails::new(&self.ports, self.peer_ports, n, true, ib)?;
+                    let rails = Rails::new(
+                        &self.ports,
+                        self.peer_ports,
+                        n,
+                        true,
+                        ib.traffic_class.or(self.traffic_class).unwrap_or(0),
+                        ib,
+                    )?;
                     say(&socket, &rails.offer().encode()[..])?;
                     self.stage = Stage::Reply(socket, Box::new(rails), Reading::new());
                 }
@@ -428,7 +439,14 @@ impl Negotiation {
     }
 
     fn build(ports: &[Port], offer: &Offer, ib: &Ib) -> Result<(Rails, Reply, String)> {
-        let mut rails = Rails::new(ports, offer.ports.len(), offer.qps.len(), false, ib)?;
+        let mut rails = Rails::new(
+            ports,
+            offer.ports.len(),
+            offer.qps.len(),
+            false,
+            offer.traffic_class,
+            ib,
+        )?;
         let gids = rails.choose(offer, ib)?;
         rails.post_receives()?;
         rails.connect(offer, &gids, false, ib)?;

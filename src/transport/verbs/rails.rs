@@ -92,6 +92,7 @@ pub struct Rails {
     peer_block: u64,
     peer_keys: [u32; MAX_PORTS],
     infiniband: bool,
+    traffic_class: u8,
     /// Hears of what ends the connection from outside.
     pub health: Arc<Health>,
 }
@@ -114,6 +115,7 @@ impl Rails {
         peer_ports: usize,
         n_lanes: usize,
         sends: bool,
+        traffic_class: u8,
         ib: &Ib,
     ) -> Result<Rails> {
         // SAFETY: all zeros are a block: it is all atomic integers.
@@ -185,6 +187,7 @@ impl Rails {
             peer_block: 0,
             peer_keys: [0; MAX_PORTS],
             infiniband,
+            traffic_class,
             health,
         })
     }
@@ -218,6 +221,7 @@ impl Rails {
             ports: ports.collect(),
             qps: qps.collect(),
             infiniband: self.infiniband,
+            traffic_class: self.traffic_class,
         }
     }
 
@@ -287,18 +291,16 @@ impl Rails {
                 )));
             }
             let mtu = rail.attr.active_mtu.min(port.mtu.into());
-            lane.connect(
-                rail,
+            let way = Way {
                 index,
                 local,
                 remote,
-                port.lid,
+                lid: port.lid,
                 mtu,
-                *theirs,
-                self.infiniband,
-                ib,
-            )
-            .map_err(|e| {
+                traffic_class: self.traffic_class,
+                infiniband: self.infiniband,
+            };
+            lane.connect(rail, &way, *theirs, ib).map_err(|e| {
                 e.context(format!(
                     "{}:{} ({}) to {} ({})",
                     rail.adapter.context().name(),
@@ -549,6 +551,19 @@ pub struct Write {
     pub host: bool,
 }
 
+/// How one queue pair finds the other.
+struct Way {
+    /// This end's entry of its table of GIDs.
+    index: u8,
+    local: GidEntry,
+    remote: GidEntry,
+    /// The peer's.
+    lid: u16,
+    mtu: i32,
+    traffic_class: u8,
+    infiniband: bool,
+}
+
 impl Lane {
     fn new(
         rail: &Rail,
@@ -599,24 +614,13 @@ impl Lane {
         })
     }
 
-    #[allow(clippy::too_many_arguments)]
-    fn connect(
-        &self,
-        rail: &Rail,
-        index: u8,
-        local: GidEntry,
-        remote: GidEntry,
-        lid: u16,
-        mtu: i32,
-        theirs: QpOffer,
-        infiniband: bool,
-        ib: &Ib,
-    ) -> Result<()> {
+    fn connect(&self, rail: &Rail, way: &Way, theirs: QpOffer, ib: &Ib) -> Result<()> {
+        let (local, remote) = (way.local.gid, way.remote.gid);
         // InfiniBand needs the global route only from one subnet into another.
-        let global = !infiniband || local.gid.0[..8] != remote.gid.0[..8] || lid == 0;
+        let global = !way.infiniband || local.0[..8] != remote.0[..8] || way.lid == 0;
         let mut attr = sys::QpAttr {
             qp_state: sys::QPS_RTR,
-            path_mtu: mtu,
+            path_mtu: way.mtu,
             dest_qp_num: theirs.number,
             rq_psn: theirs.psn,
             max_dest_rd_atomic: 1,
@@ -624,15 +628,15 @@ impl Lane {
             ah_attr: sys::AhAttr {
                 grh: match global {
                     true => sys::GlobalRoute {
-                        dgid: remote.gid,
+                        dgid: remote,
                         flow_label: 0,
-                        sgid_index: index,
+                        sgid_index: way.index,
                         hop_limit: 255,
-                        traffic_class: ib.traffic_class,
+                        traffic_class: way.traffic_class,
                     },
                     false => sys::GlobalRoute::default(),
                 },
-                dlid: lid,
+                dlid: way.lid,
                 sl: ib.service_level,
                 is_global: global.into(),
                 port_num: rail.port,

@@ -92,6 +92,8 @@ pub struct Offer {
     pub qps: Vec<QpOffer>,
     /// Whether its ports speak InfiniBand and not RoCE.
     pub infiniband: bool,
+    /// The traffic class of both directions; the connector's counts.
+    pub traffic_class: u8,
 }
 
 fn take<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
@@ -106,6 +108,7 @@ impl Offer {
         to[16] = self.ports.len() as u8;
         to[17] = self.qps.len() as u8;
         to[18] = self.infiniband as u8;
+        to[19] = self.traffic_class;
         for (i, p) in self.ports.iter().enumerate() {
             let at = &mut to[OFFER_HEAD + i * PORT_LEN..][..PORT_LEN];
             at[0..2].copy_from_slice(&p.lid.to_le_bytes());
@@ -175,6 +178,7 @@ impl Offer {
             ports,
             qps,
             infiniband: from[18] == 1,
+            traffic_class: from[19],
         })
     }
 
@@ -539,6 +543,7 @@ mod tests {
                 3
             ],
             infiniband: true,
+            traffic_class: 106,
         }
     }
 
