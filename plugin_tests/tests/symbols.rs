@@ -296,6 +296,8 @@ trait Table: Sync {
     fn finalize(&self, ctx: *mut c_void) -> Option<c_int>;
     /// `None` where the version has none.
     fn set_net_attr(&self, ctx: *mut c_void, room: bool) -> Option<c_int>;
+    /// `makeVDevice` of no devices, where the version has it.
+    fn make_v_device(&self, dev: *mut c_int, room: bool) -> Option<c_int>;
     /// Whether what a plugin without offload does not have is NULL.
     fn has_no_extras(&self) -> bool;
 }
@@ -324,7 +326,8 @@ macro_rules! table {
         $version:ident, mr: $mr:ty, size: $size:ty,
         init: |$c:ident, $log:ident| [$($init:expr),*], context: |$ctx:ident| [$($pass:ident)?], config[$($config:expr)?],
         device[$($device:expr)?], profile[$($profile:expr)?],
-        finalize[$($finalize:ident)?], attr[$($attr:ident)?], extras[$($extra:ident)*]
+        finalize[$($finalize:ident)?], attr[$($attr:ident)?], join[$($join:ident)?],
+        extras[$($extra:ident)*]
     ) => {
         // "See above" in what follows: these are the calls that NCCL makes, and the wrong ones that this
         // file is about; all pointers are NULL, or good, or to junk of ours that can be read.
@@ -431,6 +434,16 @@ macro_rules! table {
                 )?
                 None
             }
+            #[allow(unreachable_code, unused_variables)]
+            fn make_v_device(&self, dev: *mut c_int, room: bool) -> Option<c_int> {
+                $(
+                    let mut props = mem::MaybeUninit::zeroed();
+                    let place = if room { props.as_mut_ptr() } else { ptr::null_mut() };
+                    // SAFETY: see above.
+                    return Some(unsafe { self.$join.unwrap()(dev, place) });
+                )?
+                None
+            }
             fn has_no_extras(&self) -> bool {
                 true $(&& self.$extra.is_none())*
             }
@@ -439,22 +452,22 @@ macro_rules! table {
 }
 
 table! { v6, mr: i32, size: i32, init: |c, log| [log], context: |c| [], config[], device[], profile[],
-finalize[], attr[], extras[] }
+finalize[], attr[], join[], extras[] }
 table! { v7, mr: i32, size: i32, init: |c, log| [log], context: |c| [], config[], device[ptr::null_mut()], profile[],
-finalize[], attr[], extras[get_device_mr irecv_consumed] }
+finalize[], attr[], join[], extras[get_device_mr irecv_consumed] }
 table! { v8, mr: usize, size: i32, init: |c, log| [log], context: |c| [], config[], device[ptr::null_mut()], profile[],
-finalize[], attr[], extras[get_device_mr irecv_consumed] }
+finalize[], attr[], join[], extras[get_device_mr irecv_consumed] }
 table! { v9, mr: usize, size: usize, init: |c, log| [log], context: |c| [], config[], device[ptr::null_mut()], profile[],
-finalize[], attr[], extras[get_device_mr irecv_consumed make_v_device] }
+finalize[], attr[], join[make_v_device], extras[get_device_mr irecv_consumed] }
 table! { v10, mr: usize, size: usize, init: |c, log| [log, None], context: |c| [], config[ptr::null_mut()],
 device[ptr::null_mut()], profile[NULL],
-finalize[], attr[], extras[get_device_mr irecv_consumed make_v_device] }
+finalize[], attr[], join[make_v_device], extras[get_device_mr irecv_consumed] }
 table! { v11, mr: usize, size: usize, init: |c, log| [c, 7, ptr::null_mut(), log, None], context: |c| [c], config[],
 device[ptr::null_mut()], profile[NULL],
-finalize[finalize], attr[set_net_attr], extras[get_device_mr irecv_consumed make_v_device] }
+finalize[finalize], attr[set_net_attr], join[make_v_device], extras[get_device_mr irecv_consumed] }
 table! { v12, mr: usize, size: usize, init: |c, log| [c, 7, ptr::null_mut(), log, None], context: |c| [c], config[],
 device[ptr::null_mut()], profile[NULL],
-finalize[finalize], attr[set_net_attr], extras[get_device_mr irecv_consumed make_v_device] }
+finalize[finalize], attr[set_net_attr], join[make_v_device], extras[get_device_mr irecv_consumed] }
 
 /// The tables of a library that stays open for as long as they are used.
 fn tables(library: &Library) -> Vec<(u32, &dyn Table)> {
@@ -519,6 +532,15 @@ fn null_everywhere() {
 
         failed(net.devices(ptr::null_mut()), "devices", "ndev is NULL");
         failed(net.properties(0, false), "getProperties", "props is NULL");
+        let mut dev = 0;
+        if let Some(code) = net.make_v_device(ptr::null_mut(), true) {
+            failed(code, "makeVDevice", "dev is NULL");
+            let code = net.make_v_device(&mut dev, false).unwrap();
+            failed(code, "makeVDevice", "props is NULL");
+            let code = net.make_v_device(&mut dev, true).unwrap();
+            failed(code, "makeVDevice", "only devices with an RDMA port");
+        }
+        assert_eq!(dev, 0);
         failed(
             net.listen(ctx, 0, handle, none),
             "listen",

@@ -560,7 +560,7 @@ pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
     while let Some(accepted) = tcp.accept()? {
         match accepted {
             tcp::Accepted::Connection(connection) => {
-                let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
+                let proxy: Proxy<dyn RecvEnd> = Proxy::new(connection);
                 return Ok(Some(RecvComm(Endpoint::new(proxy, None, Owner::Recv))));
             }
             tcp::Accepted::Verbs(socket, peer) => negotiations.push(verbs::Negotiation::new(

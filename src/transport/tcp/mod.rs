@@ -153,7 +153,7 @@ pub struct Listening {
 #[derive(Debug)]
 pub enum Accepted {
     /// A connection over TCP.
-    Connection(RecvConnection),
+    Connection(Box<RecvConnection>),
     /// Who wants to set up RDMA over this socket.
     Verbs(TcpStream, SocketAddr),
 }
@@ -195,11 +195,8 @@ impl Listening {
             let socket = a.sockets.pop();
             return Ok(socket.map(|s| Accepted::Verbs(s, a.peer)));
         }
-        Ok(Some(Accepted::Connection(RecvConnection::new(
-            self.service.clone(),
-            a.sockets,
-            a.peer,
-        ))))
+        let connection = RecvConnection::new(self.service.clone(), a.sockets, a.peer);
+        Ok(Some(Accepted::Connection(Box::new(connection))))
     }
 }
 

@@ -118,8 +118,15 @@ impl Rails {
         traffic_class: u8,
         ib: &Ib,
     ) -> Result<Rails> {
-        // SAFETY: all zeros are a block: it is all atomic integers.
-        let block = unsafe { Box::<Block>::new_zeroed().assume_init() };
+        let layout = std::alloc::Layout::new::<Block>();
+        // SAFETY: a block has bytes, and all zeros are one: it is all atomic integers. NULL is looked for.
+        let block = unsafe {
+            let at = std::alloc::alloc_zeroed(layout).cast::<Block>();
+            if at.is_null() {
+                std::alloc::handle_alloc_error(layout);
+            }
+            Box::from_raw(at)
+        };
         let at = &raw const *block as u64;
         let (send_wr, recv_wr) = match sends {
             true => (SEND_DEPTH, 1),

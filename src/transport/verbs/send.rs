@@ -277,7 +277,7 @@ impl SendConnection {
                 (true, ..) => self.refuse(st, &m)?,
                 (_, true, keys) => self.to_chunks(st, &mut m, keys)?,
                 (_, false, Some(keys)) => self.direct(st, &mut m, &keys)?,
-                (_, false, None) => self.from_chunks(st, &mut m)?,
+                (_, false, None) => self.out_of_chunks(st, &mut m)?,
             };
             if !all {
                 st.queue.push_front(m);
@@ -431,7 +431,7 @@ impl SendConnection {
     }
 
     /// From chunks into registered memory.
-    fn from_chunks(&self, st: &mut State, m: &mut Message) -> Result<bool> {
+    fn out_of_chunks(&self, st: &mut State, m: &mut Message) -> Result<bool> {
         let rails = &self.end.rails;
         while m.posted < m.total {
             // What announces a message comes behind its bytes only on the same lane.
