@@ -269,6 +269,17 @@ mod tcp {
         run(&MOST, (Kind::Malloc, Kind::Mmap), Layout::Processes, FIVE);
     }
 
+    /// More open files than the usual soft limit allows.
+    #[test]
+    fn more_sockets_than_the_soft_limit() {
+        run(
+            &["scale"],
+            (Kind::Malloc, Kind::Malloc),
+            Layout::Processes,
+            &[("VCCL_TRANSPORT", "tcp"), ("VCCL_NSOCKS_PERTHREAD", "3")],
+        );
+    }
+
     #[test]
     fn host_over_ipv6() {
         let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();

@@ -1,12 +1,12 @@
 //! The sending end.
 
 use std::collections::VecDeque;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 
 use super::service::Service;
-use super::wire::{kind, Frame, Post, FRAME_LEN, POST_LEN};
-use super::{receive, transmit, Moved, Side, RING};
+use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
+use super::{is_dead, receive, transmit, Moved, Side, POLL_BYTES, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
@@ -98,6 +98,8 @@ struct State {
     /// Bytes of a post that has not come whole.
     bytes: [u8; RING * POST_LEN],
     have: usize,
+    /// The receiver has been told that nothing more is sent.
+    hung_up: bool,
 }
 
 /// The sending end of a connection.
@@ -115,7 +117,7 @@ impl SendConnection {
             .into_iter()
             .map(|socket| Out {
                 socket,
-                queue: VecDeque::with_capacity(RING),
+                queue: VecDeque::with_capacity(RING + CHUNKS),
             })
             .collect();
         SendConnection {
@@ -130,9 +132,10 @@ impl SendConnection {
                 fill: 0,
                 send: 0,
                 posts: VecDeque::with_capacity(RING),
-                next: 0,
+                next: FIRST,
                 bytes: [0; RING * POST_LEN],
                 have: 0,
+                hung_up: false,
             }),
             closed: false,
         }
@@ -143,6 +146,16 @@ impl SendConnection {
         self.gate
             .enter_by(close_deadline())
             .map_or(0, |st| st.outs.len())
+    }
+
+    /// Why the connection has failed, if it has.
+    #[inline]
+    fn trouble(&self, st: &mut State) -> Result<()> {
+        let r = self.side.trouble();
+        if r.is_err() {
+            st.hang_up();
+        }
+        r
     }
 
     /// Takes in what the receiver has posted.
@@ -230,7 +243,11 @@ impl SendConnection {
     #[inline]
     fn flush(&self, st: &mut State) -> Result<()> {
         for out in st.outs.iter_mut() {
-            while let Some(item) = out.queue.front_mut() {
+            let mut sent = 0;
+            while sent < POLL_BYTES {
+                let Some(item) = out.queue.front_mut() else {
+                    break;
+                };
                 let head = &item.head[item.head_sent..];
                 // SAFETY: the request's memory is registered, and stays so until its request is over or
                 // the connection has failed: `deregister` sees to that.
@@ -239,6 +256,7 @@ impl SendConnection {
                     Moved::End => break,
                     Moved::Failed(errno) => return Err(self.side.lost(Some(errno))),
                     Moved::Bytes(n) => {
+                        sent += n;
                         let of_head = n.min(head.len());
                         item.head_sent += of_head;
                         item.addr += (n - of_head) as u64;
@@ -259,6 +277,18 @@ impl SendConnection {
 }
 
 impl State {
+    /// Sends no more, and lets the receiver know, behind what has been sent.
+    #[cold]
+    fn hang_up(&mut self) {
+        if !std::mem::replace(&mut self.hung_up, true) {
+            self.staged.clear();
+            for o in self.outs.iter_mut() {
+                o.queue.clear();
+                let _ = o.socket.shutdown(Shutdown::Write);
+            }
+        }
+    }
+
     /// The caller has counted the frame.
     fn enqueue(
         &mut self,
@@ -323,10 +353,9 @@ impl End for SendConnection {
                 "{}: memory was deregistered while sends out of it were in flight",
                 self.side.peer
             )));
-            st.staged.clear();
-            for out in st.outs.iter_mut() {
-                out.queue.clear();
-            }
+        }
+        // Sends that ended in an error may have copies in flight.
+        if self.trouble(st).is_err() {
             self.side.drain(deadline);
         }
         Ok(())
@@ -343,6 +372,9 @@ impl End for SendConnection {
             .trouble()
             .and_then(|()| self.stage(st))
             .and_then(|()| self.flush(st));
+        if trouble.is_err() {
+            st.hang_up();
+        }
         let r = st.requests[index];
         if r.frames > 0 {
             return match trouble {
@@ -378,26 +410,30 @@ impl End for SendConnection {
         let Some(mut st) = self.gate.enter()? else {
             return Ok(());
         };
-        self.side.trouble()?;
-        self.side.check_copies()?;
-        self.read_posts(&mut st)
+        let st = &mut *st;
+        let r = self
+            .side
+            .trouble()
+            .and_then(|()| self.side.check_copies())
+            .and_then(|()| self.read_posts(st));
+        if st.outs.iter().any(|o| is_dead(&o.socket)) {
+            self.side.lost(Some(libc::ETIMEDOUT));
+        }
+        self.trouble(st).and(r)
     }
 
     fn close(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.closed, true) {
             return Ok(());
         }
-        let unfinished = self.side.failed.get().is_some();
         let deadline = close_deadline();
         if let Some(mut st) = self.gate.enter_by(deadline) {
-            let busy = st.requests.iter().any(|r| r.live && r.frames > 0);
+            // What was completed counts, whatever else was given up: the receiver can tell half a frame, and
+            // half a message.
             let outs = std::mem::take(&mut st.outs);
-            // Whoever gave up half a frame must not look as if all had been said.
-            if !unfinished && !busy {
-                self.side
-                    .service
-                    .linger(Vec::from(outs).into_iter().map(|o| o.socket));
-            }
+            self.side
+                .service
+                .linger(Vec::from(outs).into_iter().map(|o| o.socket));
         }
         self.side.drain(deadline);
         Ok(())
@@ -418,12 +454,15 @@ impl SendEnd for SendConnection {
             return Ok(false);
         };
         let st = &mut *st;
-        self.side.trouble()?;
+        self.trouble(st)?;
         let find = |st: &State| st.posts.iter().position(|p| p.tag == tag);
         let found = match find(st) {
             Some(i) => Some(i),
             None => {
-                self.read_posts(st)?;
+                if let Err(e) = self.read_posts(st) {
+                    st.hang_up();
+                    return Err(e);
+                }
                 find(st)
             }
         };
