@@ -3,7 +3,9 @@
 //! own, under other limits, with other devices visible.
 
 use std::ffi::{CStr, CString};
+use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -55,6 +57,8 @@ pub struct Surroundings {
     pub env: Vec<(String, Option<String>)>,
     /// Namespaces to make.
     pub namespaces: Vec<Namespace>,
+    /// A network namespace that there is, by its name (`ip netns`), to enter.
+    pub network: Option<String>,
     /// The host's name in a UTS namespace.
     pub host_name: Option<String>,
     /// Mounts in a mount namespace.
@@ -71,6 +75,7 @@ pub const CAP_IPC_LOCK: u32 = 14;
 /// What [`Surroundings::enter`] needs, made before the fork.
 struct Prepared {
     flags: libc::c_int,
+    network: Option<OwnedFd>,
     host_name: Option<CString>,
     mounts: Vec<(CString, Option<CString>)>,
     limits: Vec<(u32, u64)>,
@@ -122,6 +127,10 @@ impl Prepared {
             // SAFETY: a valid pair: the soft limit is not above the hard one.
             must(unsafe { libc::setrlimit(*resource, &limit) })?;
         }
+        if let Some(network) = &self.network {
+            // SAFETY: takes a descriptor, which lives, and a flag.
+            must(unsafe { libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET) })?;
+        }
         if self.flags != 0 {
             // SAFETY: takes flags only.
             must(unsafe { libc::unshare(self.flags) })?;
@@ -162,6 +171,14 @@ impl Surroundings {
         }
     }
 
+    /// The network namespace of that name.
+    pub fn in_network(name: &str) -> Surroundings {
+        Surroundings {
+            network: Some(name.to_string()),
+            ..Surroundings::default()
+        }
+    }
+
     /// Adds a variable.
     pub fn with_env(mut self, name: &str, value: &str) -> Surroundings {
         self.env.push((name.into(), Some(value.into())));
@@ -179,7 +196,13 @@ impl Surroundings {
             Mount::Full(path) => Ok((c_path(path)?, Some(text("size=4096,nr_inodes=1")?))),
             Mount::ReadOnly(path) => Ok((c_path(path)?, None)),
         });
+        // Where `ip netns add` keeps them.
+        let network = self
+            .network
+            .as_ref()
+            .map(|name| File::open(Path::new("/run/netns").join(name)).map(OwnedFd::from));
         Ok(Prepared {
+            network: network.transpose()?,
             // Who makes a PID namespace stays outside: that is for the thread that starts the child.
             flags: self
                 .namespaces

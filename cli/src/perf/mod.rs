@@ -15,6 +15,7 @@ use plugin_tests::cuda;
 use plugin_tests::launch::Launch;
 use plugin_tests::net::MAX_REQUESTS;
 use plugin_tests::params::Params;
+use plugin_tests::surroundings::Surroundings;
 
 use crate::{plugin, signals};
 pub use rank::run as run_rank;
@@ -117,6 +118,9 @@ pub struct Args {
     /// Measure one-way latency: half the time in which a message goes to rank 1 and one comes back
     #[arg(long)]
     pingpong: bool,
+    /// Network namespaces of the ranks by name (ip netns), separated by commas and in turn
+    #[arg(long, value_delimiter = ',')]
+    netns: Vec<String>,
     /// Also write the results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
@@ -235,6 +239,11 @@ pub fn run(args: &Args) -> Result<(), String> {
     launch.abi = args.abi;
     launch.timeout = Duration::from_secs(args.timeout);
     launch.tidy = false;
+    if !args.netns.is_empty() {
+        launch.surroundings = (0..place.ranks)
+            .map(|r| Surroundings::in_network(&args.netns[r % args.netns.len()]))
+            .collect();
+    }
     launch.interrupt = Some(signals::watch());
     let p = &mut launch.params;
     p.set("op", args.op.name())
