@@ -4,6 +4,8 @@
 //! tag is posted, and then goes out over all sockets, so that every byte is read straight into the buffer it
 //! is for. No call blocks.
 
+mod handover;
+mod helpers;
 pub mod interfaces;
 pub mod recv;
 pub mod send;
@@ -126,6 +128,14 @@ impl Side {
                 config::current().close_timeout_ms
             );
         }
+    }
+}
+
+/// Threads that help the polling one; one thread in all is that one.
+fn helper_threads() -> usize {
+    match config::current().socket_threads {
+        0 | 1 => 0,
+        n => n,
     }
 }
 
@@ -419,12 +429,12 @@ unsafe fn receive(socket: &TcpStream, addr: u64, len: usize) -> Moved {
     })
 }
 
-/// Writes `head` and behind it `[addr, addr + len)`, as much as fits.
+/// Writes `head` and behind it `[addr, addr + len)`, as much as fits; `more`: the rest follows at once.
 ///
 /// # Safety
 /// The range is valid for reads.
 #[inline]
-unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize) -> Moved {
+unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize, more: bool) -> Moved {
     let mut parts = [
         libc::iovec {
             iov_base: head.as_ptr().cast_mut().cast(),
@@ -439,6 +449,7 @@ unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize) -> Mo
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = parts.as_mut_ptr();
     message.msg_iovlen = parts.len();
+    let flags = libc::MSG_NOSIGNAL | if more { libc::MSG_MORE } else { 0 };
     // SAFETY: the message and its parts live during the call; for the range the caller's promise.
-    moved(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+    moved(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) })
 }

@@ -6,9 +6,10 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::helpers::{Helpers, WORTH};
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
-use super::{is_dead, lost, receive, transmit, Moved, Side, POLL_BYTES, RING};
+use super::{helper_threads, is_dead, lost, receive, transmit, Moved, Side, POLL_BYTES, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
@@ -64,7 +65,10 @@ enum Over {
 
 #[derive(Debug)]
 struct In {
-    socket: TcpStream,
+    index: usize,
+    socket: Arc<TcpStream>,
+    /// A helper reads from it.
+    helped: bool,
     ahead: Box<[u8; AHEAD]>,
     from: usize,
     to: usize,
@@ -96,6 +100,10 @@ struct Request {
 
 #[derive(Debug)]
 struct State {
+    /// Threads that read large payloads, once there was one; 0: none ever.
+    threads: usize,
+    helpers: Option<Helpers>,
+    needs_help: bool,
     ins: Box<[In]>,
     requests: [Request; RING],
     by_slot: [u8; RING],
@@ -120,6 +128,9 @@ impl State {
     #[cold]
     fn hang_up(&mut self) {
         if !std::mem::replace(&mut self.hung_up, true) {
+            if let Some(h) = &self.helpers {
+                h.halt();
+            }
             for i in self.ins.iter() {
                 let _ = i.socket.shutdown(Shutdown::Both);
             }
@@ -179,8 +190,11 @@ impl RecvConnection {
     pub fn new(service: Arc<Service>, sockets: Vec<TcpStream>, peer: SocketAddr) -> RecvConnection {
         let ins = sockets
             .into_iter()
-            .map(|socket| In {
-                socket,
+            .enumerate()
+            .map(|(index, socket)| In {
+                index,
+                socket: Arc::new(socket),
+                helped: false,
                 ahead: Box::new([0; AHEAD]),
                 from: 0,
                 to: 0,
@@ -191,6 +205,9 @@ impl RecvConnection {
         RecvConnection {
             side: Side::new(service, format!("connection from {peer}")),
             gate: Gate::new(State {
+                threads: helper_threads(),
+                helpers: None,
+                needs_help: false,
                 ins,
                 requests: [Request::default(); RING],
                 by_slot: [NOBODY; RING],
@@ -203,6 +220,12 @@ impl RecvConnection {
                 keys: RandomState::new(),
             }),
         }
+    }
+
+    /// As with so many threads by the settings.
+    #[cfg(test)]
+    pub fn help(&self, threads: usize) {
+        self.gate.enter().unwrap().unwrap().threads = threads;
     }
 
     #[cold]
@@ -218,7 +241,7 @@ impl RecvConnection {
     fn flush(&self, st: &mut State) {
         while st.have > 0 {
             // SAFETY: no bytes but the slice's.
-            match unsafe { transmit(&st.ins[0].socket, &st.posts[..st.have], 0, 0) } {
+            match unsafe { transmit(&st.ins[0].socket, &st.posts[..st.have], 0, 0, false) } {
                 Moved::Nothing | Moved::End => return,
                 // The sender may have closed in order; what it sent before counts.
                 Moved::Failed(errno) => {
@@ -246,6 +269,16 @@ impl RecvConnection {
     #[inline]
     fn read(&self, ins: &mut [In], st: &mut State) -> Result<usize> {
         self.unstage(st);
+        if std::mem::take(&mut st.needs_help) {
+            let started = Helpers::start(ins.iter().map(|i| &i.socket), st.threads, false);
+            match started {
+                Ok(h) => st.helpers = Some(h),
+                Err(e) => {
+                    log::warn!("{}: goes on without helping threads: {e}", self.side.peer);
+                    st.threads = 0;
+                }
+            }
+        }
         let mut all = 0;
         for i in ins.iter_mut() {
             let mut taken = 0;
@@ -295,8 +328,29 @@ impl RecvConnection {
             }
         };
         let ahead = (i.to - i.from) as u64;
-        let n = match ahead {
-            0 => {
+        let helps = ahead == 0 && st.threads > 0 && most >= WORTH;
+        let n = match (ahead, &st.helpers) {
+            (_, Some(h)) if i.helped => match h.moved(i.index) {
+                None => return Ok(0),
+                Some(m) => {
+                    i.helped = false;
+                    match m {
+                        Moved::Bytes(n) => n,
+                        none => {
+                            i.over = broken(none);
+                            return Ok(0);
+                        }
+                    }
+                }
+            },
+            (0, Some(h)) if helps => {
+                // SAFETY: as below; whoever fails the connection halts the helpers first.
+                unsafe { h.give(i.index, addr, most) };
+                i.helped = true;
+                return Ok(0);
+            }
+            (0, _) => {
+                st.needs_help |= helps;
                 // SAFETY: the range lies in a chunk of ours or in the buffer of a live receive (`frame`
                 // checks it), whose memory stays registered until it is over or the connection has failed.
                 match unsafe { receive(&i.socket, addr, most as usize) } {
@@ -307,7 +361,7 @@ impl RecvConnection {
                     }
                 }
             }
-            _ => {
+            (_, _) => {
                 let n = ahead.min(most) as usize;
                 // SAFETY: as above; the source is a buffer of ours that holds so much.
                 unsafe {
@@ -549,6 +603,7 @@ impl End for RecvConnection {
     fn close(&mut self) -> Result<()> {
         let deadline = close_deadline();
         if let Some(mut st) = self.gate.enter_by(deadline) {
+            st.helpers = None;
             st.ins = Box::default();
         }
         self.side.drain(deadline);

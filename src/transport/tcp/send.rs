@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 
+use super::helpers::{Helpers, WORTH};
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
-use super::{is_dead, receive, transmit, Moved, Side, POLL_BYTES, RING};
+use super::{helper_threads, is_dead, receive, transmit, Moved, Side, POLL_BYTES, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
@@ -62,7 +63,9 @@ struct Chunk {
 
 #[derive(Debug)]
 struct Out {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
+    /// A helper sends the payload at the queue's head.
+    helped: bool,
     queue: VecDeque<Item>,
 }
 
@@ -81,6 +84,9 @@ struct Request {
 
 #[derive(Debug)]
 struct State {
+    /// Threads that send large payloads, once there was one; 0: none ever.
+    threads: usize,
+    helpers: Option<Helpers>,
     outs: Box<[Out]>,
     /// Number of the next send.
     order: u32,
@@ -116,13 +122,16 @@ impl SendConnection {
         let outs = sockets
             .into_iter()
             .map(|socket| Out {
-                socket,
+                socket: Arc::new(socket),
+                helped: false,
                 queue: VecDeque::with_capacity(RING + CHUNKS),
             })
             .collect();
         SendConnection {
             side: Side::new(service, format!("connection to {peer}")),
             gate: Gate::new(State {
+                threads: helper_threads(),
+                helpers: None,
                 outs,
                 order: 0,
                 turn: 0,
@@ -139,6 +148,12 @@ impl SendConnection {
             }),
             closed: false,
         }
+    }
+
+    /// As with so many threads by the settings.
+    #[cfg(test)]
+    pub fn help(&self, threads: usize) {
+        self.gate.enter().unwrap().unwrap().threads = threads;
     }
 
     /// Sockets that it has.
@@ -239,19 +254,56 @@ impl SendConnection {
         }
     }
 
+    #[cold]
+    fn get_help(&self, st: &mut State) {
+        match Helpers::start(st.outs.iter().map(|o| &o.socket), st.threads, true) {
+            Ok(h) => st.helpers = Some(h),
+            Err(e) => {
+                log::warn!("{}: goes on without helping threads: {e}", self.side.peer);
+                st.threads = 0;
+            }
+        }
+    }
+
     /// Sends what the sockets take.
     #[inline]
     fn flush(&self, st: &mut State) -> Result<()> {
-        for out in st.outs.iter_mut() {
+        let mut needs_help = false;
+        for (k, out) in st.outs.iter_mut().enumerate() {
             let mut sent = 0;
             while sent < POLL_BYTES {
                 let Some(item) = out.queue.front_mut() else {
                     break;
                 };
                 let head = &item.head[item.head_sent..];
-                // SAFETY: the request's memory is registered, and stays so until its request is over or
-                // the connection has failed: `deregister` sees to that.
-                match unsafe { transmit(&out.socket, head, item.addr, item.len as usize) } {
+                let helps = st.threads > 0 && item.len >= WORTH;
+                if helps && st.helpers.is_none() {
+                    needs_help = true;
+                }
+                let helper = st.helpers.as_ref();
+                let m = match helper {
+                    Some(h) if out.helped => match h.moved(k) {
+                        None => break,
+                        Some(m) => {
+                            out.helped = false;
+                            m
+                        }
+                    },
+                    Some(h) if helps && head.is_empty() => {
+                        // SAFETY: as below; whoever fails the connection halts the helpers first.
+                        unsafe { h.give(k, item.addr, item.len) };
+                        out.helped = true;
+                        break;
+                    }
+                    // SAFETY: no bytes but the head's.
+                    Some(_) if helps => unsafe { transmit(&out.socket, head, 0, 0, true) },
+                    _ => {
+                        // SAFETY: the request's memory is registered, and stays so until its request is over or
+                        // the connection has failed: `deregister` sees to that.
+                        unsafe { transmit(&out.socket, head, item.addr, item.len as usize, false) }
+                    }
+                };
+                match m {
                     Moved::Nothing => break,
                     Moved::End => break,
                     Moved::Failed(errno) => return Err(self.side.lost(Some(errno))),
@@ -272,6 +324,9 @@ impl SendConnection {
                 }
             }
         }
+        if needs_help {
+            self.get_help(st);
+        }
         Ok(())
     }
 }
@@ -281,6 +336,9 @@ impl State {
     #[cold]
     fn hang_up(&mut self) {
         if !std::mem::replace(&mut self.hung_up, true) {
+            if let Some(h) = &self.helpers {
+                h.halt();
+            }
             self.staged.clear();
             for o in self.outs.iter_mut() {
                 o.queue.clear();
@@ -430,10 +488,12 @@ impl End for SendConnection {
         if let Some(mut st) = self.gate.enter_by(deadline) {
             // What was completed counts, whatever else was given up: the receiver can tell half a frame, and
             // half a message.
+            st.helpers = None;
             let outs = std::mem::take(&mut st.outs);
+            let sockets = Vec::from(outs).into_iter();
             self.side
                 .service
-                .linger(Vec::from(outs).into_iter().map(|o| o.socket));
+                .linger(sockets.filter_map(|o| Arc::into_inner(o.socket)));
         }
         self.side.drain(deadline);
         Ok(())

@@ -51,18 +51,22 @@ fn sender(n: usize) -> (SendConnection, Vec<TcpStream>) {
     )
 }
 
+/// Sockets and helping threads.
+const WAYS: [(usize, usize); 5] = [(1, 0), (4, 0), (1, 1), (4, 4), (5, 2)];
+
 /// Both ends of one connection.
-fn both(n: usize) -> (SendConnection, RecvConnection) {
+fn both((n, threads): (usize, usize)) -> (SendConnection, RecvConnection) {
     let (a, b) = sockets(n);
     for s in &b {
         s.set_nonblocking(true).unwrap();
     }
     let service = Service::get().unwrap();
     let at = b[0].local_addr().unwrap();
-    (
-        SendConnection::new(service.clone(), a, at),
-        RecvConnection::new(service, b, at),
-    )
+    let s = SendConnection::new(service.clone(), a, at);
+    let r = RecvConnection::new(service, b, at);
+    s.help(threads);
+    r.help(threads);
+    (s, r)
 }
 
 fn registered(end: &impl End, bytes: &[u8]) -> Region {
@@ -380,8 +384,8 @@ fn posts_that_break_the_protocol_end_the_sending_end() {
 
 #[test]
 fn sequence_numbers_wrap_and_tags_come_in_any_order() {
-    for n in [1, 5] {
-        let (s, r) = both(n);
+    for way in WAYS {
+        let (s, r) = both(way);
         let out: Vec<u8> = (0..RING * 100).map(|i| (i / 100) as u8).collect();
         let mut inn = vec![0u8; RING * 100];
         let (from, to) = (registered(&s, &out), registered(&r, &inn));
@@ -406,8 +410,8 @@ fn sequence_numbers_wrap_and_tags_come_in_any_order() {
 
 #[test]
 fn what_was_sent_arrives_although_receives_that_nobody_answers_are_posted() {
-    for n in [1, 3] {
-        let (mut s, r) = both(n);
+    for way in WAYS {
+        let (mut s, r) = both(way);
         let out = vec![5u8; 300_000];
         let mut inn = vec![0u8; 300_000];
         let (from, to) = (registered(&s, &out), registered(&r, &inn));
@@ -436,8 +440,12 @@ fn what_was_sent_arrives_although_receives_that_nobody_answers_are_posted() {
 }
 
 /// Starts a transfer that does not end, because the receiver is not polled.
-fn stuck(n: usize, out: &[u8], inn: &mut [u8]) -> (SendConnection, RecvConnection, Region, Region) {
-    let (s, r) = both(n);
+fn stuck(
+    way: (usize, usize),
+    out: &[u8],
+    inn: &mut [u8],
+) -> (SendConnection, RecvConnection, Region, Region) {
+    let (s, r) = both(way);
     let (from, to) = (registered(&s, out), registered(&r, inn));
     post(&r, 0, inn, &to);
     send(&s, 0, out, 0, &from);
@@ -448,9 +456,9 @@ fn stuck(n: usize, out: &[u8], inn: &mut [u8]) -> (SendConnection, RecvConnectio
 #[test]
 fn memory_that_goes_in_mid_transfer_ends_both_ends_at_once() {
     let out = vec![1u8; 64 << 20];
-    for n in [1, 4] {
+    for way in WAYS {
         let mut inn = vec![0u8; 64 << 20];
-        let (s, r, from, _to) = stuck(n, &out, &mut inn);
+        let (s, r, from, _to) = stuck(way, &out, &mut inn);
         s.deregister(from).unwrap();
         assert_eq!(
             outcome(&s, 0).unwrap_err().code(),
@@ -458,8 +466,10 @@ fn memory_that_goes_in_mid_transfer_ends_both_ends_at_once() {
         );
         assert_eq!(outcome(&r, 0).unwrap_err().code(), ResultCode::REMOTE);
 
-        let (s, r, _from, to) = stuck(n, &out, &mut inn);
-        assert_eq!(r.poll(0).unwrap(), None);
+        let (s, r, _from, to) = stuck(way, &out, &mut inn);
+        for _ in 0..3 {
+            assert_eq!(r.poll(0).unwrap(), None);
+        }
         r.deregister(to).unwrap();
         let before = inn.clone();
         assert_eq!(
@@ -474,16 +484,16 @@ fn memory_that_goes_in_mid_transfer_ends_both_ends_at_once() {
 #[test]
 fn closing_in_mid_transfer_ends_the_other_end_at_once() {
     let out = vec![1u8; 64 << 20];
-    for n in [1, 4] {
+    for way in WAYS {
         let mut inn = vec![0u8; 64 << 20];
-        let (mut s, r, ..) = stuck(n, &out, &mut inn);
+        let (mut s, r, ..) = stuck(way, &out, &mut inn);
         let started = Instant::now();
         s.close().unwrap();
         drop(s);
         assert!(started.elapsed() < Duration::from_secs(1));
         assert_eq!(outcome(&r, 0).unwrap_err().code(), ResultCode::REMOTE);
 
-        let (s, mut r, ..) = stuck(n, &out, &mut inn);
+        let (s, mut r, ..) = stuck(way, &out, &mut inn);
         r.close().unwrap();
         drop(r);
         assert_eq!(outcome(&s, 0).unwrap_err().code(), ResultCode::REMOTE);
@@ -495,7 +505,7 @@ fn one_poll_moves_a_bounded_number_of_bytes() {
     // Other connections of the thread wait meanwhile.
     let out = vec![1u8; 64 << 20];
     let mut inn = vec![0u8; 64 << 20];
-    let (s, r, ..) = stuck(1, &out, &mut inn);
+    let (s, r, ..) = stuck((1, 0), &out, &mut inn);
     let reads = std::thread::scope(|scope| {
         scope.spawn(|| outcome(&s, 0).unwrap());
         let mut polls = 1;
@@ -505,6 +515,64 @@ fn one_poll_moves_a_bounded_number_of_bytes() {
         polls
     });
     assert!(reads >= 4, "{reads} polls");
+}
+
+/// Both ends at work at the same time, with whatever sizes.
+#[test]
+fn all_bytes_arrive_in_whatever_sizes() {
+    let out: Vec<u8> = (0..4u32 << 20).map(|i| (i ^ (i >> 8)) as u8).collect();
+    for way in WAYS {
+        let (s, r) = both(way);
+        let mut inn = vec![0u8; out.len()];
+        let (from, to) = (registered(&s, &out), registered(&r, &inn));
+        let size = |i: usize| match i % 4 {
+            0 => i * 97 % 5000,
+            1 => (64 << 10) + i * 31 % 7,
+            _ => (i * 1_234_567) % out.len(),
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for i in 0..60 {
+                    let n = size(i);
+                    send(&s, 0, &out[out.len() - n..], 0, &from);
+                    assert_eq!(outcome(&s, 0).unwrap(), n);
+                }
+            });
+            for i in 0..60 {
+                let n = size(i);
+                post(&r, 0, &mut inn, &to);
+                assert_eq!(outcome(&r, 0).unwrap(), n);
+                assert!(inn[..n] == out[out.len() - n..], "message {i} of {way:?}");
+            }
+        });
+    }
+}
+
+/// Whenever a registration ends: on return nobody reads or writes that memory.
+#[test]
+fn memory_that_goes_is_let_alone_from_then_on() {
+    let out = vec![1u8; 8 << 20];
+    for round in 0..100u64 {
+        let way = WAYS[2 + round as usize % 3];
+        let mut inn = vec![0u8; 8 << 20];
+        let (s, r) = both(way);
+        let (from, to) = (registered(&s, &out), registered(&r, &inn));
+        post(&r, 0, &mut inn, &to);
+        std::thread::scope(|scope| {
+            let sending = scope.spawn(|| {
+                send(&s, 0, &out, 0, &from);
+                outcome(&s, 0)
+            });
+            let end = Instant::now() + Duration::from_micros(round * 40);
+            while Instant::now() < end && r.poll(0).unwrap().is_none() {}
+            r.deregister(to).unwrap();
+            inn.fill(7);
+            std::thread::sleep(Duration::from_micros(300));
+            assert!(inn.iter().all(|b| *b == 7));
+            drop(r);
+            let _ = sending.join();
+        });
+    }
 }
 
 fn listening() -> Listening {
