@@ -17,6 +17,9 @@ use crate::transport::{outside, End, Memory, Region, SendEnd};
 /// A message is split over sockets only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;
 
+/// Sends in a row that find no receive, between two looks whether the peer's host is dead.
+const WAITS_BETWEEN_LOOKS: u32 = 1 << 12;
+
 /// A frame on its way.
 #[derive(Debug)]
 struct Item {
@@ -106,6 +109,8 @@ struct State {
     have: usize,
     /// The receiver has been told that nothing more is sent.
     hung_up: bool,
+    /// Sends that found no receive.
+    waits: u32,
 }
 
 /// The sending end of a connection.
@@ -145,6 +150,7 @@ impl SendConnection {
                 bytes: [0; RING * POST_LEN],
                 have: 0,
                 hung_up: false,
+                waits: 0,
             }),
             closed: false,
         }
@@ -161,6 +167,15 @@ impl SendConnection {
         self.gate
             .enter_by(close_deadline())
             .map_or(0, |st| st.outs.len())
+    }
+
+    /// Looks whether the peer's host is dead.
+    #[cold]
+    fn look(&self, st: &mut State) -> Result<()> {
+        if st.outs.iter().any(|o| is_dead(&o.socket)) {
+            self.side.lost(Some(libc::ETIMEDOUT));
+        }
+        self.trouble(st)
     }
 
     /// Why the connection has failed, if it has.
@@ -474,10 +489,7 @@ impl End for SendConnection {
             .trouble()
             .and_then(|()| self.side.check_copies())
             .and_then(|()| self.read_posts(st));
-        if st.outs.iter().any(|o| is_dead(&o.socket)) {
-            self.side.lost(Some(libc::ETIMEDOUT));
-        }
-        self.trouble(st).and(r)
+        self.look(st).and(r)
     }
 
     fn close(&mut self) -> Result<()> {
@@ -527,6 +539,11 @@ impl SendEnd for SendConnection {
             }
         };
         let Some(post) = found.and_then(|i| st.posts.remove(i)) else {
+            // Nobody tests while nothing has begun.
+            st.waits = st.waits.wrapping_add(1);
+            if st.waits % WAITS_BETWEEN_LOOKS == 0 {
+                self.look(st)?;
+            }
             return Ok(false);
         };
         st.requests[index] = Request {
