@@ -582,7 +582,8 @@ impl Config {
                     "VCCL_SOCKET_NTHREADS",
                     "1 to 16",
                     "1",
-                    "Times VCCL_NSOCKS_PERTHREAD: sockets of a connection over TCP. Not set, \
+                    "Threads that move the bytes of each connection over TCP, once it has large messages; \
+                     1: the one that polls, alone. Times VCCL_NSOCKS_PERTHREAD: its sockets. Not set, \
                      NCCL_SOCKET_NTHREADS counts.",
                 ),
                 in_range(1usize, 16),

@@ -33,7 +33,10 @@ pub mod telemetry;
 #[cfg(not(loom))]
 pub mod transport;
 
-// Loom explores the shared-memory protocol by itself: nothing else is built on its atomics.
+// Loom explores what threads and processes share by itself: nothing else is built on its atomics.
+#[cfg(loom)]
+#[path = "transport/tcp/handover.rs"]
+pub mod handover;
 #[cfg(loom)]
 #[path = "transport/copy_engine/ring.rs"]
 pub mod ring;

@@ -177,6 +177,14 @@ impl Surroundings {
         }
     }
 
+    /// The network namespace of that name.
+    pub fn in_network(name: &str) -> Surroundings {
+        Surroundings {
+            network: Some(name.to_string()),
+            ..Surroundings::default()
+        }
+    }
+
     /// Adds a variable.
     pub fn with_env(mut self, name: &str, value: &str) -> Surroundings {
         self.env.push((name.into(), Some(value.into())));

@@ -214,6 +214,12 @@ mod tcp {
     const ONE: &[(&str, &str)] = &[("VCCL_TRANSPORT", "tcp")];
     /// Messages are split over these, and overtake each other.
     const FIVE: &[(&str, &str)] = &[("VCCL_TRANSPORT", "tcp"), ("VCCL_NSOCKS_PERTHREAD", "5")];
+    /// As many, moved by helping threads.
+    const HELPED: &[(&str, &str)] = &[
+        ("VCCL_TRANSPORT", "tcp"),
+        ("NCCL_SOCKET_NTHREADS", "2"),
+        ("NCCL_NSOCKS_PERTHREAD", "2"),
+    ];
     const IPV6: &[(&str, &str)] = &[
         ("VCCL_TRANSPORT", "tcp"),
         ("NCCL_SOCKET_IFNAME", "lo"),
@@ -268,6 +274,23 @@ mod tcp {
     #[test]
     fn host_over_several_sockets() {
         run(&MOST, (Kind::Malloc, Kind::Mmap), Layout::Processes, FIVE);
+    }
+
+    #[test]
+    fn helping_threads() {
+        run(&MOST, (Kind::Malloc, Kind::Mmap), Layout::Processes, HELPED);
+        run(&MOST, (Kind::Cuda, Kind::Vmm), Layout::Processes, HELPED);
+    }
+
+    /// More open files than the usual soft limit allows.
+    #[test]
+    fn more_sockets_than_the_soft_limit() {
+        run(
+            &["scale"],
+            (Kind::Malloc, Kind::Malloc),
+            Layout::Processes,
+            &[("VCCL_TRANSPORT", "tcp"), ("VCCL_NSOCKS_PERTHREAD", "3")],
+        );
     }
 
     #[test]

@@ -4,10 +4,14 @@
 //! tag is posted, and then goes out over all sockets, so that every byte is read straight into the buffer it
 //! is for. No call blocks.
 
+mod handover;
+mod helpers;
 pub mod interfaces;
 pub mod recv;
 pub mod send;
 pub mod service;
+#[cfg(test)]
+mod tests;
 pub mod wire;
 
 use std::io::{ErrorKind, Read, Write};
@@ -128,8 +132,18 @@ impl Side {
     }
 }
 
+/// Threads that help the polling one; one thread in all is that one.
+fn helper_threads() -> usize {
+    match config::current().socket_threads {
+        0 | 1 => 0,
+        n => n,
+    }
+}
+
 /// Requests of one end.
 pub(crate) const RING: usize = 64;
+/// Bytes that one call moves over a socket at most, and about what one poll does: others wait meanwhile.
+pub(crate) const POLL_BYTES: usize = 8 << 20;
 
 /// What connectors need to know of a listener.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -206,11 +220,11 @@ impl Drop for Listening {
     }
 }
 
-/// A dead host is noticed by probes while nothing is sent, and by missing acknowledgements else.
+/// A dead host is noticed by probes while nothing is sent, and by missing acknowledgements else (`is_dead`).
 const KEEPALIVE_IDLE_S: u32 = 10;
 const KEEPALIVE_INTERVAL_S: u32 = 5;
 const KEEPALIVE_COUNT: u32 = 4;
-const USER_TIMEOUT_MS: u32 = 30_000;
+const DEAD_MS: u32 = 30_000;
 
 fn set_options(s: &impl AsFd) -> Result<()> {
     setsockopt(s, sockopt::TcpNoDelay, &true)
@@ -218,8 +232,28 @@ fn set_options(s: &impl AsFd) -> Result<()> {
         .and_then(|()| setsockopt(s, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S))
         .and_then(|()| setsockopt(s, sockopt::TcpKeepInterval, &KEEPALIVE_INTERVAL_S))
         .and_then(|()| setsockopt(s, sockopt::TcpKeepCount, &KEEPALIVE_COUNT))
-        .and_then(|()| setsockopt(s, sockopt::TcpUserTimeout, &USER_TIMEOUT_MS))
         .map_err(|e| Error::system("setting the options of a socket", e))
+}
+
+/// Whether the peer's host has acknowledged nothing for long, although it should have. Not TCP_USER_TIMEOUT:
+/// that also ends connections to a process that does not read, because it is stopped.
+fn is_dead(s: &TcpStream) -> bool {
+    // SAFETY: all zero is a value of this struct.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut len = std::mem::size_of_val(&info) as libc::socklen_t;
+    // SAFETY: the kernel writes `len` bytes into `info` at most.
+    let r = unsafe {
+        libc::getsockopt(
+            s.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            (&raw mut info).cast(),
+            &mut len,
+        )
+    };
+    // One probe of a window that is shut may be on its way at any time.
+    let waits = info.tcpi_unacked > 0 || info.tcpi_probes >= 3;
+    r == 0 && waits && info.tcpi_last_ack_recv >= DEAD_MS
 }
 
 /// A connection that is being asked for.
@@ -231,8 +265,8 @@ pub struct Connecting {
     connection: [u8; 16],
     started: Instant,
     sockets: Vec<TcpStream>,
-    /// Sockets that have connected and introduced themselves: those before.
-    introduced: usize,
+    /// Sockets that have connected and introduced themselves, as bits.
+    introduced: u64,
     answer: [u8; ANSWER_LEN],
     have: usize,
 }
@@ -240,6 +274,8 @@ pub struct Connecting {
 impl Connecting {
     /// Starts to connect for one of [`purpose`].
     pub fn new(address: Address, purpose: u16) -> Result<Connecting> {
+        // First, because it makes room for open files.
+        let service = Service::get()?;
         let config = config::current();
         let n = match purpose {
             purpose::VERBS => 1,
@@ -249,7 +285,7 @@ impl Connecting {
             .map(|_| begin(address.at))
             .collect::<Result<Vec<_>>>()?;
         Ok(Connecting {
-            service: Service::get()?,
+            service,
             address,
             purpose,
             connection: random(),
@@ -293,13 +329,15 @@ impl Connecting {
 
     /// The same, for the bare sockets.
     pub fn poll_sockets(&mut self) -> Result<Option<Vec<TcpStream>>> {
-        while self.introduced < self.sockets.len() {
-            let i = self.introduced;
-            let s = &self.sockets[i];
+        for (i, s) in self.sockets.iter().enumerate() {
+            if self.introduced & (1 << i) != 0 {
+                continue;
+            }
             let mut fd = [PollFd::new(s.as_fd(), PollFlags::POLLOUT)];
-            let ready = poll(&mut fd, PollTimeout::ZERO).map_err(|e| Error::system("poll", e))?;
-            if ready == 0 {
-                return self.not_yet();
+            match poll(&mut fd, PollTimeout::ZERO) {
+                Ok(0) | Err(Errno::EINTR) => continue,
+                Ok(_) => {}
+                Err(e) => return Err(Error::system("poll", e)),
             }
             let trouble = nix::sys::socket::getsockopt(s, sockopt::SocketError)
                 .map_err(|e| Error::system("asking for a socket's error", e))?;
@@ -318,7 +356,10 @@ impl Connecting {
             (&mut &*s)
                 .write_all(&hello.encode())
                 .map_err(|e| self.unreachable(e.raw_os_error().unwrap_or(libc::EIO)))?;
-            self.introduced += 1;
+            self.introduced |= 1 << i;
+        }
+        if self.introduced.count_ones() < self.sockets.len() as u32 {
+            return self.not_yet();
         }
         match (&self.sockets[0]).read(&mut self.answer[self.have..]) {
             Ok(0) => Err(Error::remote(format!(
@@ -412,15 +453,22 @@ fn moved(n: isize) -> Moved {
 #[inline]
 unsafe fn receive(socket: &TcpStream, addr: u64, len: usize) -> Moved {
     // SAFETY: the caller's promise; addresses and not references, because the memory is NCCL's.
-    moved(unsafe { libc::recv(socket.as_raw_fd(), addr as *mut libc::c_void, len, 0) })
+    moved(unsafe {
+        libc::recv(
+            socket.as_raw_fd(),
+            addr as *mut libc::c_void,
+            len.min(POLL_BYTES),
+            0,
+        )
+    })
 }
 
-/// Writes `head` and behind it `[addr, addr + len)`, as much as fits.
+/// Writes `head` and behind it `[addr, addr + len)`, as much as fits; `more`: the rest follows at once.
 ///
 /// # Safety
 /// The range is valid for reads.
 #[inline]
-unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize) -> Moved {
+unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize, more: bool) -> Moved {
     let mut parts = [
         libc::iovec {
             iov_base: head.as_ptr().cast_mut().cast(),
@@ -428,13 +476,14 @@ unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize) -> Mo
         },
         libc::iovec {
             iov_base: addr as *mut libc::c_void,
-            iov_len: len,
+            iov_len: len.min(POLL_BYTES),
         },
     ];
     // SAFETY: all zero is a value of this struct.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = parts.as_mut_ptr();
     message.msg_iovlen = parts.len();
+    let flags = libc::MSG_NOSIGNAL | if more { libc::MSG_MORE } else { 0 };
     // SAFETY: the message and its parts live during the call; for the range the caller's promise.
-    moved(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
+    moved(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) })
 }

@@ -1,11 +1,15 @@
 //! The receiving end.
 
-use std::net::{SocketAddr, TcpStream};
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use super::helpers::{Helpers, WORTH};
 use super::service::Service;
-use super::wire::{kind, Frame, Post, FRAME_LEN, POST_LEN};
-use super::{lost, receive, transmit, Moved, Side, RING};
+use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
+use super::{helper_threads, is_dead, lost, receive, transmit, Moved, Side, POLL_BYTES, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
@@ -14,8 +18,9 @@ use crate::transport::{outside, End, Memory, RecvEnd, Region};
 
 /// What is read ahead of a socket: heads of frames, and whole small messages.
 const AHEAD: usize = 16 << 10;
-/// Bytes that one poll takes from a socket at most: other connections wait meanwhile.
-const POLL_BYTES: usize = 8 << 20;
+/// How long the other sockets may go on after one has broken: what a sender completed before it died may
+/// still be on its way there.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 const NOBODY: u8 = u8::MAX;
 
 /// The bytes of the frame that is being read.
@@ -49,14 +54,26 @@ struct Chunk {
     len: u64,
 }
 
+/// Why nothing more comes from a socket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Over {
+    /// The sender closed it, behind a whole frame.
+    InOrder,
+    /// It broke; with the errno, if there is one.
+    Broken(Option<i32>),
+}
+
 #[derive(Debug)]
 struct In {
-    socket: TcpStream,
+    index: usize,
+    socket: Arc<TcpStream>,
+    /// A helper reads from it.
+    helped: bool,
     ahead: Box<[u8; AHEAD]>,
     from: usize,
     to: usize,
     payload: Option<Payload>,
-    ended: bool,
+    over: Option<Over>,
 }
 
 #[derive(Clone, Copy, Default, Debug)]
@@ -69,6 +86,9 @@ struct Request {
     region: u32,
     /// Bytes of the message, once its first frame has come.
     total: Option<u64>,
+    /// Bytes that its frames so far have or will bring, and a sum over where they lie (`covers`).
+    promised: u64,
+    places: u64,
     got: u64,
     /// It goes into a GPU.
     device: bool,
@@ -80,6 +100,10 @@ struct Request {
 
 #[derive(Debug)]
 struct State {
+    /// Threads that read large payloads, once there was one; 0: none ever.
+    threads: usize,
+    helpers: Option<Helpers>,
+    needs_help: bool,
     ins: Box<[In]>,
     requests: [Request; RING],
     by_slot: [u8; RING],
@@ -87,6 +111,71 @@ struct State {
     next: u32,
     posts: [u8; RING * POST_LEN],
     have: usize,
+    /// When the first socket broke, and why.
+    broken: Option<(Instant, Option<i32>)>,
+    /// The sender has been told that nothing is read any more.
+    hung_up: bool,
+    keys: RandomState,
+}
+
+impl State {
+    #[cold]
+    fn broke(&mut self, errno: Option<i32>) {
+        self.broken.get_or_insert_with(|| (Instant::now(), errno));
+    }
+
+    /// Reads no more, and lets the sender know.
+    #[cold]
+    fn hang_up(&mut self) {
+        if !std::mem::replace(&mut self.hung_up, true) {
+            if let Some(h) = &self.helpers {
+                h.halt();
+            }
+            for i in self.ins.iter() {
+                let _ = i.socket.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
+    fn copies(&self) -> bool {
+        self.chunks.iter().any(|c| c.used == Use::Copying)
+    }
+
+    /// Why what has not come never will, if that is so; `idle`: nothing came just now.
+    fn hopeless(&self, idle: bool) -> Option<Option<i32>> {
+        if self.ins.iter().all(|i| i.over.is_some()) {
+            return Some(self.broken.and_then(|(_, errno)| errno));
+        }
+        match self.broken {
+            Some((since, errno)) if idle && !self.copies() && since.elapsed() > LAST_WORDS => {
+                Some(errno)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// What a socket from which no bytes came is over with.
+fn broken(m: Moved) -> Option<Over> {
+    match m {
+        Moved::Bytes(_) | Moved::Nothing => None,
+        Moved::End => Some(Over::Broken(None)),
+        Moved::Failed(errno) => Some(Over::Broken(Some(errno))),
+    }
+}
+
+/// Counts a frame that is a part of a message in; `false`: it is the last, and they overlap.
+///
+/// Frames that have the message's length together cover it just when every one begins where another ends,
+/// but for the first and the last. So sums of a secret function of the places tell, whatever the order, and a
+/// sender that does not know it cannot make them agree.
+fn covers(keys: &RandomState, r: &mut Request, f: &Frame) -> bool {
+    let at = |place: u64| keys.hash_one(place);
+    r.places = r
+        .places
+        .wrapping_add(at(f.offset + f.len))
+        .wrapping_sub(at(f.offset));
+    r.promised < f.total || r.places == at(f.total).wrapping_sub(at(0))
 }
 
 /// The receiving end of a connection.
@@ -101,27 +190,42 @@ impl RecvConnection {
     pub fn new(service: Arc<Service>, sockets: Vec<TcpStream>, peer: SocketAddr) -> RecvConnection {
         let ins = sockets
             .into_iter()
-            .map(|socket| In {
-                socket,
+            .enumerate()
+            .map(|(index, socket)| In {
+                index,
+                socket: Arc::new(socket),
+                helped: false,
                 ahead: Box::new([0; AHEAD]),
                 from: 0,
                 to: 0,
                 payload: None,
-                ended: false,
+                over: None,
             })
             .collect();
         RecvConnection {
             side: Side::new(service, format!("connection from {peer}")),
             gate: Gate::new(State {
+                threads: helper_threads(),
+                helpers: None,
+                needs_help: false,
                 ins,
                 requests: [Request::default(); RING],
                 by_slot: [NOBODY; RING],
                 chunks: [Chunk::default(); CHUNKS],
-                next: 0,
+                next: FIRST,
                 posts: [0; RING * POST_LEN],
                 have: 0,
+                broken: None,
+                hung_up: false,
+                keys: RandomState::new(),
             }),
         }
+    }
+
+    /// As with so many threads by the settings.
+    #[cfg(test)]
+    pub fn help(&self, threads: usize) {
+        self.gate.enter().unwrap().unwrap().threads = threads;
     }
 
     #[cold]
@@ -134,15 +238,15 @@ impl RecvConnection {
 
     /// Sends the posts that the socket takes.
     #[inline]
-    fn flush(&self, st: &mut State) -> Result<()> {
+    fn flush(&self, st: &mut State) {
         while st.have > 0 {
             // SAFETY: no bytes but the slice's.
-            match unsafe { transmit(&st.ins[0].socket, &st.posts[..st.have], 0, 0) } {
-                Moved::Nothing | Moved::End => return Ok(()),
+            match unsafe { transmit(&st.ins[0].socket, &st.posts[..st.have], 0, 0, false) } {
+                Moved::Nothing | Moved::End => return,
                 // The sender may have closed in order; what it sent before counts.
-                Moved::Failed(_) => {
+                Moved::Failed(errno) => {
                     st.have = 0;
-                    return Ok(());
+                    st.broke(Some(errno));
                 }
                 Moved::Bytes(n) => {
                     st.posts.copy_within(n..st.have, 0);
@@ -150,13 +254,12 @@ impl RecvConnection {
                 }
             }
         }
-        Ok(())
     }
 
-    /// Takes in what has come.
+    /// Takes in what has come: how many bytes.
     #[inline]
-    fn progress(&self, st: &mut State) -> Result<()> {
-        self.flush(st)?;
+    fn progress(&self, st: &mut State) -> Result<usize> {
+        self.flush(st);
         let mut ins = std::mem::take(&mut st.ins);
         let r = self.read(&mut ins, st);
         st.ins = ins;
@@ -164,18 +267,33 @@ impl RecvConnection {
     }
 
     #[inline]
-    fn read(&self, ins: &mut [In], st: &mut State) -> Result<()> {
+    fn read(&self, ins: &mut [In], st: &mut State) -> Result<usize> {
         self.unstage(st);
+        if std::mem::take(&mut st.needs_help) {
+            let started = Helpers::start(ins.iter().map(|i| &i.socket), st.threads, false);
+            match started {
+                Ok(h) => st.helpers = Some(h),
+                Err(e) => {
+                    log::warn!("{}: goes on without helping threads: {e}", self.side.peer);
+                    st.threads = 0;
+                }
+            }
+        }
+        let mut all = 0;
         for i in ins.iter_mut() {
             let mut taken = 0;
-            while taken < POLL_BYTES && !i.ended {
+            while taken < POLL_BYTES && i.over.is_none() {
                 match self.step(i, st)? {
                     0 => break,
                     n => taken += n,
                 }
             }
+            if let Some(Over::Broken(errno)) = i.over {
+                st.broke(errno);
+            }
+            all += taken;
         }
-        Ok(())
+        Ok(all)
     }
 
     /// Frees the chunks whose copies are over.
@@ -210,18 +328,40 @@ impl RecvConnection {
             }
         };
         let ahead = (i.to - i.from) as u64;
-        let n = match ahead {
-            0 => {
+        let helps = ahead == 0 && st.threads > 0 && most >= WORTH;
+        let n = match (ahead, &st.helpers) {
+            (_, Some(h)) if i.helped => match h.moved(i.index) {
+                None => return Ok(0),
+                Some(m) => {
+                    i.helped = false;
+                    match m {
+                        Moved::Bytes(n) => n,
+                        none => {
+                            i.over = broken(none);
+                            return Ok(0);
+                        }
+                    }
+                }
+            },
+            (0, Some(h)) if helps => {
+                // SAFETY: as below; whoever fails the connection halts the helpers first.
+                unsafe { h.give(i.index, addr, most) };
+                i.helped = true;
+                return Ok(0);
+            }
+            (0, _) => {
+                st.needs_help |= helps;
                 // SAFETY: the range lies in a chunk of ours or in the buffer of a live receive (`frame`
                 // checks it), whose memory stays registered until it is over or the connection has failed.
                 match unsafe { receive(&i.socket, addr, most as usize) } {
-                    Moved::Nothing => return Ok(0),
-                    Moved::End => return Err(self.side.lost(None)),
-                    Moved::Failed(e) => return Err(self.side.lost(Some(e))),
                     Moved::Bytes(n) => n,
+                    none => {
+                        i.over = broken(none);
+                        return Ok(0);
+                    }
                 }
             }
-            _ => {
+            (_, _) => {
                 let n = ahead.min(most) as usize;
                 // SAFETY: as above; the source is a buffer of ours that holds so much.
                 unsafe {
@@ -283,16 +423,17 @@ impl RecvConnection {
         let room = &mut i.ahead[i.to..];
         // SAFETY: a buffer of ours.
         match unsafe { receive(&i.socket, room.as_mut_ptr() as u64, room.len()) } {
-            Moved::Nothing => Ok(0),
-            Moved::End if i.to == 0 => {
-                i.ended = true;
-                Ok(0)
-            }
-            Moved::End => Err(self.side.lost(None)),
-            Moved::Failed(e) => Err(self.side.lost(Some(e))),
             Moved::Bytes(n) => {
                 i.to += n;
                 Ok(n)
+            }
+            Moved::End if i.to == 0 => {
+                i.over = Some(Over::InOrder);
+                Ok(0)
+            }
+            none => {
+                i.over = broken(none);
+                Ok(0)
             }
         }
     }
@@ -313,10 +454,18 @@ impl RecvConnection {
             r.too_large = Some(f.total);
             return Ok(());
         }
-        if f.total > r.capacity || r.total.is_some_and(|t| t != f.total || f.len > t - r.got) {
-            return Err(self.breach("a frame has more bytes than its message"));
+        if f.total > r.capacity || r.total.is_some_and(|t| t != f.total) {
+            return Err(self.breach("a frame is of another message than its receive's"));
         }
-        r.total = Some(f.total);
+        let known = r.total.replace(f.total).is_some();
+        if f.len > f.total - r.promised || (f.len == 0 && (f.total > 0 || known)) {
+            return Err(self.breach("a frame has more bytes than its message, or none"));
+        }
+        // Before the last byte is written the receive cannot be over, and its memory not be gone.
+        r.promised += f.len;
+        if f.len != f.total && !covers(&st.keys, r, &f) {
+            return Err(self.breach("the frames of a message overlap"));
+        }
         if f.len > 0 {
             i.payload = Some(Payload {
                 request: index,
@@ -327,6 +476,16 @@ impl RecvConnection {
             });
         }
         Ok(())
+    }
+
+    /// Why the connection has failed, if it has; then nothing may be read any more.
+    #[inline]
+    fn trouble(&self, st: &mut State) -> Result<()> {
+        let r = self.side.trouble();
+        if r.is_err() {
+            st.hang_up();
+        }
+        r
     }
 
     fn outcome(&self, r: &Request) -> Result<Option<usize>> {
@@ -361,15 +520,19 @@ impl End for RecvConnection {
 
     fn deregister(&self, region: Region) -> Result<()> {
         let deadline = close_deadline();
-        let Some(st) = self.gate.enter_by(deadline) else {
+        let Some(mut st) = self.gate.enter_by(deadline) else {
             log::warn!("{}: in use as a registration ends", self.side.peer);
             return Ok(());
         };
+        let st = &mut *st;
         if st.requests.iter().any(|r| r.live && r.region == region.id) {
             self.side.fail(Error::invalid_usage(format!(
                 "{}: memory was deregistered while receives into it were posted",
                 self.side.peer
             )));
+        }
+        // Receives that ended in an error may have copies in flight.
+        if self.trouble(st).is_err() || st.broken.is_some() {
             self.side.drain(deadline);
         }
         Ok(())
@@ -382,16 +545,33 @@ impl End for RecvConnection {
         };
         let st = &mut *st;
         // Once it has failed nothing is written any more: the memory may be gone.
-        let trouble = self.side.trouble().and_then(|()| self.progress(st));
+        let came = self.side.trouble().and_then(|()| self.progress(st));
+        let trouble = match came {
+            Ok(n) => Ok(n == 0),
+            Err(e) => {
+                st.hang_up();
+                Err(e)
+            }
+        };
         let outcome = match self.outcome(&st.requests[index]) {
             Ok(None) => match trouble {
                 Err(e) => Err(e),
                 // All of it has come, and is on its way into the GPU.
-                Ok(()) if st.requests[index].total == Some(st.requests[index].got) => {
+                Ok(_) if st.requests[index].total == Some(st.requests[index].got) => {
                     return Ok(None)
                 }
-                Ok(()) if st.ins.iter().all(|i| i.ended) => Err(lost(&self.side.peer, None)),
-                Ok(()) => return Ok(None),
+                Ok(idle) => match st.hopeless(idle) {
+                    None => return Ok(None),
+                    Some(errno) if st.ins.iter().all(|i| i.over.is_some()) => {
+                        st.broke(errno);
+                        Err(lost(&self.side.peer, errno))
+                    }
+                    Some(errno) => {
+                        let e = self.side.lost(errno);
+                        st.hang_up();
+                        Err(e)
+                    }
+                },
             },
             Ok(Some(_)) if trouble.is_ok() && Self::is_overtaking(st, &st.requests[index]) => {
                 return Ok(None)
@@ -405,12 +585,25 @@ impl End for RecvConnection {
     }
 
     fn check(&self) -> Result<()> {
-        self.side.check_copies()
+        let Some(mut st) = self.gate.enter()? else {
+            return Ok(());
+        };
+        let st = &mut *st;
+        if st
+            .ins
+            .iter()
+            .any(|i| i.over.is_none() && is_dead(&i.socket))
+        {
+            self.side.lost(Some(libc::ETIMEDOUT));
+        }
+        let copies = self.side.check_copies();
+        self.trouble(st).and(copies)
     }
 
     fn close(&mut self) -> Result<()> {
         let deadline = close_deadline();
         if let Some(mut st) = self.gate.enter_by(deadline) {
+            st.helpers = None;
             st.ins = Box::default();
         }
         self.side.drain(deadline);
@@ -432,7 +625,7 @@ impl RecvEnd for RecvConnection {
             return Ok(false);
         };
         let st = &mut *st;
-        self.side.trouble()?;
+        self.trouble(st)?;
         let seq = st.next;
         if st.by_slot[seq as usize % RING] != NOBODY || st.have + POST_LEN > st.posts.len() {
             return Ok(false);
@@ -456,7 +649,7 @@ impl RecvEnd for RecvConnection {
         };
         st.posts[st.have..st.have + POST_LEN].copy_from_slice(&post.encode());
         st.have += POST_LEN;
-        self.flush(st)?;
+        self.flush(st);
         Ok(true)
     }
 }

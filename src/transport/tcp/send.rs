@@ -1,12 +1,13 @@
 //! The sending end.
 
 use std::collections::VecDeque;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 
+use super::helpers::{Helpers, WORTH};
 use super::service::Service;
-use super::wire::{kind, Frame, Post, FRAME_LEN, POST_LEN};
-use super::{receive, transmit, Moved, Side, RING};
+use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
+use super::{helper_threads, is_dead, receive, transmit, Moved, Side, POLL_BYTES, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
@@ -15,6 +16,9 @@ use crate::transport::{outside, End, Memory, Region, SendEnd};
 
 /// A message is split over sockets only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;
+
+/// Sends in a row that find no receive, between two looks whether the peer's host is dead.
+const WAITS_BETWEEN_LOOKS: u32 = 1 << 12;
 
 /// A frame on its way.
 #[derive(Debug)]
@@ -62,7 +66,9 @@ struct Chunk {
 
 #[derive(Debug)]
 struct Out {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
+    /// A helper sends the payload at the queue's head.
+    helped: bool,
     queue: VecDeque<Item>,
 }
 
@@ -81,6 +87,9 @@ struct Request {
 
 #[derive(Debug)]
 struct State {
+    /// Threads that send large payloads, once there was one; 0: none ever.
+    threads: usize,
+    helpers: Option<Helpers>,
     outs: Box<[Out]>,
     /// Number of the next send.
     order: u32,
@@ -98,6 +107,10 @@ struct State {
     /// Bytes of a post that has not come whole.
     bytes: [u8; RING * POST_LEN],
     have: usize,
+    /// The receiver has been told that nothing more is sent.
+    hung_up: bool,
+    /// Sends that found no receive.
+    waits: u32,
 }
 
 /// The sending end of a connection.
@@ -114,13 +127,16 @@ impl SendConnection {
         let outs = sockets
             .into_iter()
             .map(|socket| Out {
-                socket,
-                queue: VecDeque::with_capacity(RING),
+                socket: Arc::new(socket),
+                helped: false,
+                queue: VecDeque::with_capacity(RING + CHUNKS),
             })
             .collect();
         SendConnection {
             side: Side::new(service, format!("connection to {peer}")),
             gate: Gate::new(State {
+                threads: helper_threads(),
+                helpers: None,
                 outs,
                 order: 0,
                 turn: 0,
@@ -130,12 +146,20 @@ impl SendConnection {
                 fill: 0,
                 send: 0,
                 posts: VecDeque::with_capacity(RING),
-                next: 0,
+                next: FIRST,
                 bytes: [0; RING * POST_LEN],
                 have: 0,
+                hung_up: false,
+                waits: 0,
             }),
             closed: false,
         }
+    }
+
+    /// As with so many threads by the settings.
+    #[cfg(test)]
+    pub fn help(&self, threads: usize) {
+        self.gate.enter().unwrap().unwrap().threads = threads;
     }
 
     /// Sockets that it has.
@@ -143,6 +167,25 @@ impl SendConnection {
         self.gate
             .enter_by(close_deadline())
             .map_or(0, |st| st.outs.len())
+    }
+
+    /// Looks whether the peer's host is dead.
+    #[cold]
+    fn look(&self, st: &mut State) -> Result<()> {
+        if st.outs.iter().any(|o| is_dead(&o.socket)) {
+            self.side.lost(Some(libc::ETIMEDOUT));
+        }
+        self.trouble(st)
+    }
+
+    /// Why the connection has failed, if it has.
+    #[inline]
+    fn trouble(&self, st: &mut State) -> Result<()> {
+        let r = self.side.trouble();
+        if r.is_err() {
+            st.hang_up();
+        }
+        r
     }
 
     /// Takes in what the receiver has posted.
@@ -226,19 +269,61 @@ impl SendConnection {
         }
     }
 
+    #[cold]
+    fn get_help(&self, st: &mut State) {
+        match Helpers::start(st.outs.iter().map(|o| &o.socket), st.threads, true) {
+            Ok(h) => st.helpers = Some(h),
+            Err(e) => {
+                log::warn!("{}: goes on without helping threads: {e}", self.side.peer);
+                st.threads = 0;
+            }
+        }
+    }
+
     /// Sends what the sockets take.
     #[inline]
     fn flush(&self, st: &mut State) -> Result<()> {
-        for out in st.outs.iter_mut() {
-            while let Some(item) = out.queue.front_mut() {
+        let mut needs_help = false;
+        for (k, out) in st.outs.iter_mut().enumerate() {
+            let mut sent = 0;
+            while sent < POLL_BYTES {
+                let Some(item) = out.queue.front_mut() else {
+                    break;
+                };
                 let head = &item.head[item.head_sent..];
-                // SAFETY: the request's memory is registered, and stays so until its request is over or
-                // the connection has failed: `deregister` sees to that.
-                match unsafe { transmit(&out.socket, head, item.addr, item.len as usize) } {
+                let helps = st.threads > 0 && item.len >= WORTH;
+                if helps && st.helpers.is_none() {
+                    needs_help = true;
+                }
+                let helper = st.helpers.as_ref();
+                let m = match helper {
+                    Some(h) if out.helped => match h.moved(k) {
+                        None => break,
+                        Some(m) => {
+                            out.helped = false;
+                            m
+                        }
+                    },
+                    Some(h) if helps && head.is_empty() => {
+                        // SAFETY: as below; whoever fails the connection halts the helpers first.
+                        unsafe { h.give(k, item.addr, item.len) };
+                        out.helped = true;
+                        break;
+                    }
+                    // SAFETY: no bytes but the head's.
+                    Some(_) if helps => unsafe { transmit(&out.socket, head, 0, 0, true) },
+                    _ => {
+                        // SAFETY: the request's memory is registered, and stays so until its request is over or
+                        // the connection has failed: `deregister` sees to that.
+                        unsafe { transmit(&out.socket, head, item.addr, item.len as usize, false) }
+                    }
+                };
+                match m {
                     Moved::Nothing => break,
                     Moved::End => break,
                     Moved::Failed(errno) => return Err(self.side.lost(Some(errno))),
                     Moved::Bytes(n) => {
+                        sent += n;
                         let of_head = n.min(head.len());
                         item.head_sent += of_head;
                         item.addr += (n - of_head) as u64;
@@ -254,11 +339,29 @@ impl SendConnection {
                 }
             }
         }
+        if needs_help {
+            self.get_help(st);
+        }
         Ok(())
     }
 }
 
 impl State {
+    /// Sends no more, and lets the receiver know, behind what has been sent.
+    #[cold]
+    fn hang_up(&mut self) {
+        if !std::mem::replace(&mut self.hung_up, true) {
+            if let Some(h) = &self.helpers {
+                h.halt();
+            }
+            self.staged.clear();
+            for o in self.outs.iter_mut() {
+                o.queue.clear();
+                let _ = o.socket.shutdown(Shutdown::Write);
+            }
+        }
+    }
+
     /// The caller has counted the frame.
     fn enqueue(
         &mut self,
@@ -323,10 +426,9 @@ impl End for SendConnection {
                 "{}: memory was deregistered while sends out of it were in flight",
                 self.side.peer
             )));
-            st.staged.clear();
-            for out in st.outs.iter_mut() {
-                out.queue.clear();
-            }
+        }
+        // Sends that ended in an error may have copies in flight.
+        if self.trouble(st).is_err() {
             self.side.drain(deadline);
         }
         Ok(())
@@ -343,6 +445,9 @@ impl End for SendConnection {
             .trouble()
             .and_then(|()| self.stage(st))
             .and_then(|()| self.flush(st));
+        if trouble.is_err() {
+            st.hang_up();
+        }
         let r = st.requests[index];
         if r.frames > 0 {
             return match trouble {
@@ -378,26 +483,29 @@ impl End for SendConnection {
         let Some(mut st) = self.gate.enter()? else {
             return Ok(());
         };
-        self.side.trouble()?;
-        self.side.check_copies()?;
-        self.read_posts(&mut st)
+        let st = &mut *st;
+        let r = self
+            .side
+            .trouble()
+            .and_then(|()| self.side.check_copies())
+            .and_then(|()| self.read_posts(st));
+        self.look(st).and(r)
     }
 
     fn close(&mut self) -> Result<()> {
         if std::mem::replace(&mut self.closed, true) {
             return Ok(());
         }
-        let unfinished = self.side.failed.get().is_some();
         let deadline = close_deadline();
         if let Some(mut st) = self.gate.enter_by(deadline) {
-            let busy = st.requests.iter().any(|r| r.live && r.frames > 0);
+            // What was completed counts, whatever else was given up: the receiver can tell half a frame, and
+            // half a message.
+            st.helpers = None;
             let outs = std::mem::take(&mut st.outs);
-            // Whoever gave up half a frame must not look as if all had been said.
-            if !unfinished && !busy {
-                self.side
-                    .service
-                    .linger(Vec::from(outs).into_iter().map(|o| o.socket));
-            }
+            let sockets = Vec::from(outs).into_iter();
+            self.side
+                .service
+                .linger(sockets.filter_map(|o| Arc::into_inner(o.socket)));
         }
         self.side.drain(deadline);
         Ok(())
@@ -418,16 +526,24 @@ impl SendEnd for SendConnection {
             return Ok(false);
         };
         let st = &mut *st;
-        self.side.trouble()?;
+        self.trouble(st)?;
         let find = |st: &State| st.posts.iter().position(|p| p.tag == tag);
         let found = match find(st) {
             Some(i) => Some(i),
             None => {
-                self.read_posts(st)?;
+                if let Err(e) = self.read_posts(st) {
+                    st.hang_up();
+                    return Err(e);
+                }
                 find(st)
             }
         };
         let Some(post) = found.and_then(|i| st.posts.remove(i)) else {
+            // Nobody tests while nothing has begun.
+            st.waits = st.waits.wrapping_add(1);
+            if st.waits % WAITS_BETWEEN_LOOKS == 0 {
+                self.look(st)?;
+            }
             return Ok(false);
         };
         st.requests[index] = Request {

@@ -7,7 +7,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
@@ -16,20 +16,28 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::poll::{poll, PollFd, PollFlags, PollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::resource::{getrlimit, setrlimit, Resource};
+use nix::sys::socket::{listen, Backlog};
 
 use super::interfaces;
 use super::wire::{answer, purpose, Hello, HELLO_LEN};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::sync::{lock, of_process};
-use crate::transport::copy_engine::link::without_signals;
+use crate::transport::copy_engine::link::{close_deadline, without_signals};
 
 /// How long a stranger may take to introduce itself.
 const GREETING: Duration = Duration::from_secs(10);
 /// Sockets that have not introduced themselves, or not all of their connection; beyond that the oldest goes.
 const MAX_PENDING: usize = 4096;
+/// Files that a process is allowed to open at most: beyond that, programs that close all that they might have
+/// open, one by one, take long.
+const FILES: u64 = 1 << 20;
 /// How long a closed sending end may take until its peer has read all.
 const LINGER: Duration = Duration::from_secs(30);
+
+/// How long what is kept for peers is kept beyond the thread's end: a device's acknowledgements take less.
+const KEEP: Duration = Duration::from_millis(100);
 
 /// The sockets of one connection, in order.
 #[derive(Debug)]
@@ -70,7 +78,7 @@ struct Lingering {
     socket: Arc<TcpStream>,
     until: Instant,
     /// What the peer may still need.
-    _keep: Option<Box<dyn Kept>>,
+    keep: Option<Box<dyn Kept>>,
 }
 
 /// What may be kept for a peer.
@@ -107,12 +115,15 @@ impl Service {
     }
 
     fn start() -> Result<Service> {
+        allow_files();
         let config = config::current();
         let own = interfaces::own_address(config.socket_ifname.as_deref(), config.socket_family)?;
         let socket = TcpListener::bind(own.address).map_err(system(format!(
             "listening on {} ({})",
             own.address, own.name
         )))?;
+        // The default queue is short for a thousand connections at a time.
+        listen(&socket, Backlog::MAXCONN).map_err(|e| Error::system("listening", e))?;
         socket
             .set_nonblocking(true)
             .map_err(system("making a socket non-blocking"))?;
@@ -171,6 +182,7 @@ impl Service {
     pub fn unlisten(&self, l: &Listener) {
         lock(&self.inner.listeners).remove(&l.id);
         lock(&l.waiting).take();
+        let _ = self.inner.wake.write(1);
     }
 
     /// Keeps the sockets of a sending end that was closed until its peer has read all.
@@ -182,7 +194,7 @@ impl Service {
                 lingering.push(Lingering {
                     socket: Arc::new(s),
                     until,
-                    _keep: None,
+                    keep: None,
                 });
             }
         }
@@ -196,7 +208,7 @@ impl Service {
             lock(&self.inner.lingering).push(Lingering {
                 socket,
                 until: Instant::now() + LINGER,
-                _keep: Some(what),
+                keep: Some(what),
             });
         }
         let _ = self.inner.wake.write(1);
@@ -257,6 +269,7 @@ struct Guests {
     parties: HashMap<[u8; 16], Party>,
     lingering: Vec<Lingering>,
     watched: Vec<Watched>,
+    warned: bool,
 }
 
 impl Guests {
@@ -268,6 +281,7 @@ impl Guests {
             parties: HashMap::new(),
             lingering: Vec::new(),
             watched: Vec::new(),
+            warned: false,
         }
     }
 
@@ -289,8 +303,51 @@ impl Guests {
                 }
                 !unwanted && !ended
             });
-            self.parties.retain(|_, p| p.since.elapsed() < GREETING);
+            // They know the secret, and take as long as a connector may.
+            let patience = Duration::from_secs(config::current().connect_timeout_s);
+            if !self.parties.is_empty() {
+                let listeners = lock(&self.inner.listeners);
+                self.parties.retain(|_, p| {
+                    p.since.elapsed() < patience && listeners.contains_key(&p.first.listener)
+                });
+            }
         }
+        self.part();
+    }
+
+    /// Whoever waits for the thread's end waits for this: what was sent last gets to the peers' hosts, if
+    /// that is a matter of moments.
+    fn part(&mut self) {
+        self.lingering.append(&mut lock(&self.inner.lingering));
+        let begun = Instant::now();
+        let deadline = close_deadline();
+        loop {
+            self.lingering.retain(|l| {
+                let needed = match l.keep {
+                    Some(_) => begun.elapsed() < KEEP,
+                    None => is_unsent(&l.socket),
+                };
+                needed && reads_on(&l.socket)
+            });
+            if self.lingering.is_empty() || Instant::now() >= deadline {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// No more files can be opened: an impostor must not be what they are used up by.
+    #[cold]
+    fn out_of_files(&mut self, e: &std::io::Error) {
+        if !std::mem::replace(&mut self.warned, true) {
+            log::warn!(
+                "a connection over TCP cannot be accepted: {e}; raise the limit of open files (ulimit -n)"
+            );
+        }
+        if !self.guests.is_empty() {
+            self.guests.remove(0);
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
 
     fn wait(&self) {
@@ -329,13 +386,13 @@ impl Guests {
                     });
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
-                Err(e) if e.raw_os_error() == Some(libc::EMFILE) => {
-                    log::warn!(
-                        "a connection over TCP cannot be accepted: too many open files; raise the limit \
-                         (ulimit -n)"
-                    );
-                    std::thread::sleep(Duration::from_millis(100));
-                    return;
+                Err(e)
+                    if matches!(
+                        e.raw_os_error(),
+                        Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM)
+                    ) =>
+                {
+                    return self.out_of_files(&e);
                 }
                 // Gone before it was taken.
                 Err(_) => continue,
@@ -349,24 +406,24 @@ impl Guests {
             let g = &mut self.guests[i];
             match g.socket.read(&mut g.bytes[g.have..]) {
                 Ok(0) => {
-                    self.guests.swap_remove(i);
+                    self.guests.remove(i);
                 }
                 Ok(n) => {
                     g.have += n;
                     if g.have == HELLO_LEN {
-                        let g = self.guests.swap_remove(i);
+                        let g = self.guests.remove(i);
                         self.introduce(g);
                     }
                 }
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
                     if g.since.elapsed() > GREETING {
-                        self.guests.swap_remove(i);
+                        self.guests.remove(i);
                     } else {
                         i += 1;
                     }
                 }
                 Err(_) => {
-                    self.guests.swap_remove(i);
+                    self.guests.remove(i);
                 }
             }
         }
@@ -431,6 +488,29 @@ impl Guests {
 /// Compares in a time that does not tell where they differ.
 fn same(a: &[u8; 16], b: &[u8; 16]) -> bool {
     a.iter().zip(b).fold(0, |d, (x, y)| d | (x ^ y)) == 0
+}
+
+/// Lets the process open as many files as it may: every socket of a connection is one, and the usual soft limit
+/// of 1,024 is only there for programs that use select().
+fn allow_files() {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
+        return;
+    };
+    let more = hard.min(FILES);
+    if soft < more {
+        match setrlimit(Resource::RLIMIT_NOFILE, more, hard) {
+            Ok(()) => log::info!("soft limit of open files raised from {soft} to {more}"),
+            Err(e) => log::info!("soft limit of open files is {soft}, and cannot be raised: {e}"),
+        }
+    }
+}
+
+/// Whether the peer's host has not acknowledged all that was sent, and so has it.
+fn is_unsent(s: &TcpStream) -> bool {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes an int.
+    let r = unsafe { libc::ioctl(s.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    r == 0 && bytes > 0
 }
 
 /// Whether a lingering socket's peer has still not closed.

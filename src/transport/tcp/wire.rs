@@ -18,7 +18,10 @@ pub const POST_LEN: usize = 16;
 /// Bytes of a [`Frame`].
 pub const FRAME_LEN: usize = 32;
 
-const HELLO_MAGIC: [u8; 8] = *b"vcclTCP1";
+/// Number of a connection's first receive: near the wrap, so that every connection that lives goes through it.
+pub const FIRST: u32 = u32::MAX - 255;
+
+const HELLO_MAGIC: [u8; 8] = *b"vcclTCP2";
 const ANSWER_MAGIC: [u8; 4] = *b"vans";
 
 fn take<const N: usize>(from: &[u8], at: usize) -> [u8; N] {

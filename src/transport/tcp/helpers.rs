@@ -1,0 +1,202 @@
+//! Threads that move the bytes of one connection's sockets (`NCCL_SOCKET_NTHREADS`), so that it can use more
+//! than one core.
+//!
+//! The polling thread still does everything but moving: it gives a socket's helper a range of memory, and
+//! later finds it moved. So a connection's state has one owner, with helpers or without.
+
+use std::net::TcpStream;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::handover::{Handover, Work};
+use super::{receive, transmit, Moved};
+use crate::error::{Error, Result};
+use crate::transport::copy_engine::link::without_signals;
+
+/// Ranges below this are moved by the polling thread: waking a helper takes longer.
+pub const WORTH: u64 = 64 << 10;
+/// Bytes of one call: as long as halting may take.
+const STEP: usize = 1 << 20;
+
+/// What one helper and the polling thread share.
+#[derive(Debug)]
+struct Shared {
+    sockets: Vec<Arc<TcpStream>>,
+    handover: Handover,
+    wake: EventFd,
+    out: bool,
+}
+
+/// The helpers of one connection. They end, and are waited for, when it is dropped.
+#[derive(Debug)]
+pub struct Helpers {
+    shared: Vec<Arc<Shared>>,
+    threads: Vec<JoinHandle<()>>,
+    pid: u32,
+}
+
+impl Helpers {
+    /// Starts `n` of them, or as many as there are sockets; `out`: they send.
+    pub fn start<'a>(
+        sockets: impl Iterator<Item = &'a Arc<TcpStream>>,
+        n: usize,
+        out: bool,
+    ) -> Result<Helpers> {
+        let all: Vec<Arc<TcpStream>> = sockets.cloned().collect();
+        let n = n.min(all.len());
+        let mut helpers = Helpers {
+            shared: Vec::new(),
+            threads: Vec::new(),
+            pid: std::process::id(),
+        };
+        for k in 0..n {
+            let sockets: Vec<Arc<TcpStream>> = all.iter().skip(k).step_by(n).cloned().collect();
+            let wake =
+                EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+                    .map_err(|e| Error::system("eventfd", e))?;
+            let shared = Arc::new(Shared {
+                handover: Handover::new(sockets.len()),
+                sockets,
+                wake,
+                out,
+            });
+            let theirs = shared.clone();
+            let thread = without_signals(|| {
+                std::thread::Builder::new()
+                    .name("vccl-tcp-help".into())
+                    .spawn(move || theirs.run())
+            })
+            .map_err(|e| Error::internal(format!("starting a thread: {e}")))?;
+            helpers.shared.push(shared);
+            helpers.threads.push(thread);
+        }
+        Ok(helpers)
+    }
+
+    fn of(&self, socket: usize) -> (&Shared, usize) {
+        let n = self.shared.len();
+        (&self.shared[socket % n], socket / n)
+    }
+
+    /// Has `[addr, addr + len)` moved over a socket, whose last range is over.
+    ///
+    /// # Safety
+    /// The range is valid for that until [`Helpers::moved`] says that it is over, or [`Helpers::halt`] returns.
+    pub unsafe fn give(&self, socket: usize, addr: u64, len: u64) {
+        let (h, i) = self.of(socket);
+        if h.handover.give(i, addr, len) {
+            let _ = h.wake.write(1);
+        }
+    }
+
+    /// What became of the range that the socket's helper was given; `None`: it is not over.
+    pub fn moved(&self, socket: usize) -> Option<Moved> {
+        let (h, i) = self.of(socket);
+        h.handover.take(i).map(|(n, end)| match end {
+            0 => Moved::Bytes(n as usize),
+            ENDED => Moved::End,
+            errno => Moved::Failed(errno),
+        })
+    }
+
+    /// Ends whatever is in flight: on return no helper touches memory.
+    pub fn halt(&self) {
+        for h in &self.shared {
+            for i in 0..h.sockets.len() {
+                if h.handover.revoke(i) {
+                    let _ = h.wake.write(1);
+                }
+            }
+            while !h.handover.is_quiet() {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+impl Drop for Helpers {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A fork: the threads are the parent's.
+            std::mem::forget(std::mem::take(&mut self.threads));
+            return;
+        }
+        for h in &self.shared {
+            h.handover.stop();
+            let _ = h.wake.write(1);
+        }
+        for t in self.threads.drain(..) {
+            let _ = t.join();
+        }
+    }
+}
+
+/// Stands for the end of a stream where else is an errno.
+const ENDED: i32 = -1;
+
+impl Shared {
+    fn run(&self) {
+        let mut fds = Vec::with_capacity(self.sockets.len() + 1);
+        loop {
+            let mut moved = false;
+            for (i, socket) in self.sockets.iter().enumerate() {
+                match self.handover.work(i) {
+                    Work::None => {}
+                    Work::Stop => return,
+                    Work::Move { addr, len } => moved |= self.step(i, socket, addr, len),
+                }
+            }
+            if !moved {
+                self.sleep(&mut fds);
+            }
+        }
+    }
+
+    /// Moves a piece; says whether anything came of it.
+    fn step(&self, i: usize, socket: &TcpStream, addr: u64, len: u64) -> bool {
+        let len = (len as usize).min(STEP);
+        // SAFETY: `give`'s caller promised that for the range, until this helper says that it is over.
+        let m = unsafe {
+            match self.out {
+                true => transmit(socket, &[], addr, len, false),
+                false => receive(socket, addr, len),
+            }
+        };
+        match m {
+            Moved::Nothing => return false,
+            Moved::End => self.handover.fail(i, ENDED),
+            Moved::Failed(errno) => self.handover.fail(i, errno),
+            Moved::Bytes(n) => self.handover.advance(i, n as u64),
+        }
+        true
+    }
+
+    /// Waits until a socket that has work is ready, or there is more work.
+    fn sleep(&self, fds: &mut Vec<libc::pollfd>) {
+        let wait_for = |fd, events| libc::pollfd {
+            fd,
+            events,
+            revents: 0,
+        };
+        self.handover.announce_sleep();
+        fds.clear();
+        fds.push(wait_for(self.wake.as_fd().as_raw_fd(), libc::POLLIN));
+        for (i, socket) in self.sockets.iter().enumerate() {
+            match self.handover.work(i) {
+                Work::None => {}
+                Work::Stop => return,
+                Work::Move { .. } if self.out => {
+                    fds.push(wait_for(socket.as_raw_fd(), libc::POLLOUT))
+                }
+                Work::Move { .. } => fds.push(wait_for(socket.as_raw_fd(), libc::POLLIN)),
+            }
+        }
+        // SAFETY: so many entries are there.
+        unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, -1) };
+        self.handover.awake();
+        let _ = self.wake.read();
+    }
+}
