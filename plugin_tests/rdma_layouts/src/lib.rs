@@ -234,7 +234,7 @@ fn types_are_laid_out_alike() {
         }
     );
     whole!(Sge = ibv_sge { addr, length, lkey });
-    whole!(SendWr = ibv_send_wr { wr_id, next, sg_list, num_sge, opcode, send_flags, imm_data = imm_data_invalidated_rkey_union, rdma = wr, xrc = qp_type, bind_or_tso = bind_mw_tso_union });
+    whole!(SendWr = ibv_send_wr { wr_id, next, sg_list, num_sge, opcode, send_flags, imm_data = imm_data_invalidated_rkey_union, rdma = wr, bind_or_tso = bind_mw_tso_union });
     whole!(
         RecvWr = ibv_recv_wr {
             wr_id,
@@ -257,6 +257,11 @@ fn types_are_laid_out_alike() {
         size_of::<ibv_async_event_element_t>()
     );
     assert_eq!(offset_of!(sys::Rdma, rkey), offset_of!(rdma_t, rkey));
+    // Ours takes in the padding behind it.
+    assert_eq!(
+        offset_of!(sys::SendWr, xrc),
+        offset_of!(ibv_send_wr, qp_type)
+    );
     // Room for what the headers' version may add.
     assert!(size_of::<sys::PortAttr>() >= size_of::<ibv_port_attr>());
 }
