@@ -209,6 +209,14 @@ fn run_rank(
     let session = plugin.init()?;
     let devices = session.devices()?;
     ensure!(devices > 0, "the plugin declines: devices() gave {devices}");
+    let dev = match params.text("driver.join") {
+        Some(_) => {
+            let n = params.get("driver.join")?;
+            ensure!(devices >= n, "{devices} devices, and {n} are to be joined");
+            session.join(&(0..n).collect::<Vec<i32>>())?
+        }
+        None => (gpu.unwrap_or(rank) as i32) % devices,
+    };
     let mut ctx = Ctx {
         rank,
         nranks,
@@ -217,7 +225,7 @@ fn run_rank(
         io: Progress::new(session.clone(), double),
         session: session.clone(),
         plugin,
-        dev: (gpu.unwrap_or(rank) as i32) % devices,
+        dev,
         gpu: gpu.unwrap_or(0),
         entry: name.to_string(),
         double,

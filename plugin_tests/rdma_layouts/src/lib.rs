@@ -234,7 +234,11 @@ fn types_are_laid_out_alike() {
         }
     );
     whole!(Sge = ibv_sge { addr, length, lkey });
-    whole!(SendWr = ibv_send_wr { wr_id, next, sg_list, num_sge, opcode, send_flags, imm_data = imm_data_invalidated_rkey_union, rdma = wr, bind_or_tso = bind_mw_tso_union });
+    whole!(SendWr = ibv_send_wr {
+        wr_id, next, sg_list, num_sge, opcode, send_flags,
+        imm_data = imm_data_invalidated_rkey_union, rdma = wr,
+        bind_or_tso = bind_mw_tso_union,
+    });
     whole!(
         RecvWr = ibv_recv_wr {
             wr_id,

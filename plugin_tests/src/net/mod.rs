@@ -328,6 +328,14 @@ impl Session {
         })
     }
 
+    /// Joins devices into a virtual one.
+    pub fn join(&self, devices: &[i32]) -> Result<i32> {
+        let mark = logs::mark();
+        let (rc, dev) = self.table().join(devices);
+        check(rc, "makeVDevice", mark)?;
+        Ok(dev)
+    }
+
     /// Listens on device `dev`.
     pub fn listen(&self, dev: i32) -> Result<(Handle, ListenComm)> {
         let mut handle = Handle([0; HANDLE_LEN]);

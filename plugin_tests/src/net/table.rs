@@ -82,6 +82,8 @@ pub trait Table: Send + Sync {
     unsafe fn close_send(&self, comm: *mut c_void) -> c_int;
     unsafe fn close_recv(&self, comm: *mut c_void) -> c_int;
     unsafe fn close_listen(&self, comm: *mut c_void) -> c_int;
+    /// Joins devices into a virtual one: the result code and its number.
+    fn join(&self, devices: &[c_int]) -> (c_int, c_int);
     unsafe fn finalize(&self, ctx: *mut c_void) -> c_int;
 }
 
@@ -150,6 +152,7 @@ macro_rules! version {
         accept: |$at:ident, $al:ident, $ac:ident| $accept:expr,
         handles: [$($phandle:expr)?], [$($phandles:expr)?],
         finalize: |$ft:ident, $fctx:ident| $finalize:expr,
+        join: |$jt:ident, $jdevices:ident| $join:expr,
     ) => {
         struct $name {
             table: *const $v::Net,
@@ -334,6 +337,10 @@ macro_rules! version {
                 let $ft = self.t();
                 $finalize
             }
+            fn join(&self, $jdevices: &[c_int]) -> (c_int, c_int) {
+                let $jt = self.t();
+                $join
+            }
         }
     };
 }
@@ -347,6 +354,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |_t, _devices| (MISSING, -1),
 }
 
 version! {
@@ -362,6 +370,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |_t, _devices| (MISSING, -1),
 }
 
 version! {
@@ -378,6 +387,22 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |_t, _devices| (MISSING, -1),
+}
+
+/// The function that version 9 added.
+macro_rules! join {
+    ($t:ident, $v:ident, $devices:ident) => {{
+        let mut props = $v::VDeviceProps {
+            ndevs: $devices.len() as c_int,
+            devs: Default::default(),
+        };
+        for (to, d) in props.devs.iter_mut().zip($devices) {
+            *to = *d;
+        }
+        let mut dev = -1;
+        (call!($t.make_v_device, &mut dev, &mut props), dev)
+    }};
 }
 
 /// The properties that version 9 added.
@@ -412,6 +437,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [], [],
     finalize: |_t, _ctx| 0,
+    join: |t, devices| join!(t, v9, devices),
 }
 
 version! {
@@ -426,6 +452,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [std::ptr::null_mut()], [std::ptr::null_mut()],
     finalize: |_t, _ctx| 0,
+    join: |t, devices| join!(t, v10, devices),
 }
 
 version! {
@@ -448,6 +475,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [std::ptr::null_mut()], [std::ptr::null_mut()],
     finalize: |t, ctx| call!(t.finalize, ctx),
+    join: |t, devices| join!(t, v11, devices),
 }
 
 version! {
@@ -470,6 +498,7 @@ version! {
     accept: |t, listener, comm| call!(t.accept, listener, comm, &mut no_device_handle()),
     handles: [std::ptr::null_mut()], [std::ptr::null_mut()],
     finalize: |t, ctx| call!(t.finalize, ctx),
+    join: |t, devices| join!(t, v12, devices),
 }
 
 /// NCCL passes a hash that is the same in all ranks of a communicator.
