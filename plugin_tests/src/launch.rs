@@ -55,6 +55,8 @@ pub struct Launch {
     pub layout: Layout,
     /// Environment variables for the ranks.
     pub env: Vec<(String, String)>,
+    /// Join that many of the plugin's devices, the first ones, into one, as NCCL joins a NIC's ports.
+    pub join: Option<i32>,
     /// Where the processes run, in turn; without any, here.
     pub nodes: Vec<Node>,
     /// What is special around each process, in order; the processes beyond have nothing special.
@@ -86,6 +88,7 @@ impl Launch {
             nranks,
             layout: Layout::Processes,
             env: Vec::new(),
+            join: None,
             nodes: Vec::new(),
             surroundings: Vec::new(),
             library_dir: None,
@@ -106,6 +109,9 @@ impl Launch {
         p.set("driver.ranks", list.join(","));
         if let Some(v) = self.abi {
             p.set("driver.abi", v);
+        }
+        if let Some(n) = self.join {
+            p.set("driver.join", n);
         }
         if let Some(n) = self.nofile {
             p.set("driver.nofile", n);

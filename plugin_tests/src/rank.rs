@@ -209,13 +209,13 @@ fn run_rank(
     let session = plugin.init()?;
     let devices = session.devices()?;
     ensure!(devices > 0, "the plugin declines: devices() gave {devices}");
-    let own = (gpu.unwrap_or(rank) as i32) % devices;
-    let dev = match std::env::var_os("VCCL_DRIVER_JOIN") {
-        None => own,
+    let dev = match params.text("driver.join") {
         Some(_) => {
-            let all: Vec<i32> = (0..devices).collect();
-            session.make_v_device(devices, &all)?
+            let n = params.get("driver.join")?;
+            ensure!(devices >= n, "{devices} devices, and {n} are to be joined");
+            session.make_v_device(n, &(0..n).collect::<Vec<i32>>())?
         }
+        None => (gpu.unwrap_or(rank) as i32) % devices,
     };
     let mut ctx = Ctx {
         rank,

@@ -43,6 +43,7 @@ impl Run {
             send: self.send,
             recv: self.recv,
             layout: self.layout,
+            join: None,
             nodes: Vec::new(),
             env: self
                 .env

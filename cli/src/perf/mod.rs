@@ -100,6 +100,9 @@ pub struct Args {
     /// How many ranks, each a process; default: one for each GPU, or 2 in host memory
     #[arg(short = 'r', long)]
     ranks: Option<usize>,
+    /// Join that many devices, the first ones, into one, as NCCL joins the ports of a NIC
+    #[arg(long)]
+    join: Option<i32>,
     /// Where the ranks run, in turn: here, the name of a network namespace, or HOST:PORT of a
     /// `plugin_driver agent`
     #[arg(long, value_delimiter = ',')]
@@ -238,6 +241,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     let exe = std::env::current_exe().map_err(|e| format!("cannot find this program: {e}"))?;
     let mut launch = Launch::new(exe, library.clone(), ENTRY, place.ranks);
     launch.abi = args.abi;
+    launch.join = args.join;
     launch.nodes = args.nodes.clone();
     launch.timeout = Duration::from_secs(args.timeout);
     launch.tidy = false;

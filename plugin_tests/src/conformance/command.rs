@@ -24,6 +24,7 @@ usage: conformance --plugin LIBRARY [options]
   --group NAME        only this group; may be repeated
   --large             also the cases that need much memory
   --threads           ranks are threads of one process
+  --join N            join the first N devices into one, as NCCL joins the ports of a NIC
   --nodes N[,N...]    where the ranks' processes run, in turn: here, the name of a network
                       namespace (needs root), or HOST:PORT of an agent
   --cuda-dir FOLDER   the ranks' loader looks there first: for a stand-in of libcuda.so.1
@@ -31,8 +32,7 @@ usage: conformance --plugin LIBRARY [options]
   --timeout SECONDS   for each case; default: 60
   --list              print the cases and what they assert
 
-Environment: VCCL_DRIVER_LOG=warn or info prints the plugin's log; VCCL_DRIVER_JOIN=1 has the ranks join all
-devices into a virtual one.";
+Environment: VCCL_DRIVER_LOG=warn or info prints the plugin's log.";
 
 struct Options {
     plugin: Option<PathBuf>,
@@ -42,6 +42,7 @@ struct Options {
     groups: Vec<String>,
     large: bool,
     layout: Layout,
+    join: Option<i32>,
     nodes: Vec<Node>,
     cuda_dir: Option<PathBuf>,
     env: Vec<(String, String)>,
@@ -58,6 +59,7 @@ fn parse(args: &[String]) -> Result<Options, String> {
         groups: Vec::new(),
         large: false,
         layout: Layout::Processes,
+        join: None,
         nodes: Vec::new(),
         cuda_dir: None,
         env: Vec::new(),
@@ -79,6 +81,10 @@ fn parse(args: &[String]) -> Result<Options, String> {
             "--group" => o.groups.push(value()?),
             "--large" => o.large = true,
             "--threads" => o.layout = Layout::Threads,
+            "--join" => {
+                let v = value()?;
+                o.join = Some(v.parse().map_err(|_| no(&v))?);
+            }
             "--nodes" => o.nodes = list(&value()?, str::parse)?,
             "--cuda-dir" => o.cuda_dir = Some(value()?.into()),
             "--env" => {
@@ -178,6 +184,7 @@ pub fn command(args: &[String], plugin: Option<PathBuf>) -> ExitCode {
                     send: *send,
                     recv: *recv,
                     layout: o.layout,
+                    join: o.join,
                     nodes: o.nodes.clone(),
                     env: o.env.clone(),
                     library_dir: o.cuda_dir.clone(),

@@ -130,6 +130,8 @@ pub struct Setup {
     pub recv: Kind,
     /// Processes or threads.
     pub layout: Layout,
+    /// How many devices to join into one.
+    pub join: Option<i32>,
     /// Where the processes run, in turn.
     pub nodes: Vec<Node>,
     /// Environment variables for the ranks: how a transport is chosen.
@@ -166,6 +168,7 @@ pub fn run_case(case: &Case, setup: &Setup) -> (Outcome, Duration) {
     );
     launch.abi = setup.abi;
     launch.layout = setup.layout;
+    launch.join = setup.join;
     launch.nodes = setup.nodes.clone();
     launch.env = setup.env.clone();
     launch.library_dir = setup.library_dir.clone();
