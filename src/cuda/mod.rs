@@ -109,6 +109,11 @@ const HOST_REGISTER_PORTABLE_DEVICEMAP: c_uint = 1 | 2;
 const IPC_LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 const STREAM_NON_BLOCKING: c_uint = 1;
 const EVENT_DISABLE_TIMING: c_uint = 2;
+const RANGE_HANDLE_DMA_BUF: c_int = 1;
+const FLUSH_TARGET_CURRENT_CONTEXT: c_int = 0;
+const FLUSH_TO_OWNER: c_int = 100;
+const ATTRIBUTE_FLUSH_OPTIONS: c_int = 117;
+const ATTRIBUTE_REMOTE_WRITES_ORDERING: c_int = 118;
 const CAPTURE_MODE_RELAXED: c_int = 2;
 const GRANULARITY_MINIMUM: c_int = 0;
 const ERROR_HOST_MEMORY_ALREADY_REGISTERED: c_int = 712;
@@ -178,6 +183,8 @@ table! {
     ipc_get = "cuIpcGetMemHandle"(*mut IpcHandle, DevicePtr);
     ipc_open = "cuIpcOpenMemHandle_v2"(*mut DevicePtr, sys::CUipcMemHandle, c_uint);
     ipc_close = "cuIpcCloseMemHandle"(DevicePtr);
+    mem_alloc = "cuMemAlloc_v2"(*mut DevicePtr, usize);
+    mem_free = "cuMemFree_v2"(DevicePtr);
     memcpy_async = "cuMemcpyAsync"(DevicePtr, DevicePtr, usize, Stream);
     write_value32 = "cuStreamWriteValue32_v2"(Stream, DevicePtr, u32, c_uint);
     stream_create = "cuStreamCreateWithPriority"(*mut Stream, c_uint, c_int);
@@ -187,6 +194,9 @@ table! {
     event_destroy = "cuEventDestroy_v2"(Event);
     event_record = "cuEventRecord"(Event, Stream);
     event_query = "cuEventQuery"(Event);
+    device_attribute = "cuDeviceGetAttribute"(*mut c_int, c_int, c_int);
+    range_handle = "cuMemGetHandleForAddressRange"(*mut c_void, DevicePtr, usize, c_int, u64);
+    flush_remote_writes = "cuFlushGPUDirectRDMAWrites"(c_int, c_int);
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut c_int);
 }
 
@@ -377,6 +387,45 @@ impl Driver {
         }
     }
 
+    fn attribute(&self, ordinal: i32, attribute: c_int) -> Result<i32> {
+        let d = self.device(ordinal)?;
+        let mut value = 0;
+        // SAFETY: `value` lives through the call.
+        let code = unsafe { (self.table.device_attribute)(&mut value, attribute, d) };
+        self.check(code, "cuDeviceGetAttribute")?;
+        Ok(value)
+    }
+
+    /// Whether the GPU sees what RDMA devices wrote before the host hears of it, and if not, whether the
+    /// host can see to that ([`Driver::flush_remote_writes`]).
+    pub fn remote_writes(&self, ordinal: i32) -> Result<(bool, bool)> {
+        let ordered = self.attribute(ordinal, ATTRIBUTE_REMOTE_WRITES_ORDERING)? >= FLUSH_TO_OWNER;
+        let flushes = self.attribute(ordinal, ATTRIBUTE_FLUSH_OPTIONS)? & 1 != 0;
+        Ok((ordered, flushes))
+    }
+
+    /// Lets the GPU of the current context see what RDMA devices have written to its memory.
+    #[inline]
+    pub fn flush_remote_writes(&self) -> Result<()> {
+        // SAFETY: takes no pointers.
+        let code = unsafe {
+            (self.table.flush_remote_writes)(FLUSH_TARGET_CURRENT_CONTEXT, FLUSH_TO_OWNER)
+        };
+        self.check(code, "cuFlushGPUDirectRDMAWrites")
+    }
+
+    /// GPU memory as a dma-buf, which other drivers can map. Address and length are multiples of a host page.
+    pub fn dma_buf(&self, addr: DevicePtr, len: usize) -> Result<std::os::fd::OwnedFd> {
+        let mut fd: c_int = -1;
+        // SAFETY: `fd` lives through the call.
+        let code = unsafe {
+            (self.table.range_handle)((&raw mut fd).cast(), addr, len, RANGE_HANDLE_DMA_BUF, 0)
+        };
+        self.check(code, "cuMemGetHandleForAddressRange")?;
+        // SAFETY: the driver has just opened it, for us.
+        Ok(unsafe { std::os::fd::FromRawFd::from_raw_fd(fd) })
+    }
+
     /// What kind of memory `addr` is.
     pub fn pointer_kind(&self, addr: u64) -> PointerKind {
         let mut kind: c_uint = 0;
@@ -477,6 +526,27 @@ impl Driver {
             },
             win32: std::ptr::null_mut(),
             flags: [0; 8],
+        }
+    }
+
+    /// Allocates memory of the GPU of the current context.
+    pub fn allocate(&self, size: usize) -> Result<DevicePtr> {
+        let mut a = 0;
+        // SAFETY: `a` lives through the call.
+        let code = unsafe { (self.table.mem_alloc)(&mut a, size) };
+        self.check(code, "cuMemAlloc_v2")?;
+        Ok(a)
+    }
+
+    /// Gives back memory of [`Driver::allocate`]. Waits for what the current context does.
+    ///
+    /// # Safety
+    /// Nothing uses it any more.
+    pub unsafe fn free(&self, addr: DevicePtr) {
+        // SAFETY: the caller's promise.
+        let code = unsafe { (self.table.mem_free)(addr) };
+        if code != 0 {
+            log::debug!("cuMemFree_v2: {}", self.describe(code));
         }
     }
 

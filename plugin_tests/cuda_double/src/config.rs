@@ -107,6 +107,10 @@ pub struct Settings {
     pub ipc_free_strict: bool,
     pub memops: bool,
     pub host_alias: bool,
+    /// RDMA devices reach device memory by its address, as with nvidia-peermem.
+    pub peer_memory: bool,
+    /// What a device says of writes that come from RDMA: 0 none are ordered, 100 for their owner.
+    pub rdma_ordering: i32,
     pub progress_strict: bool,
     pub allow_local: bool,
     pub hang: Hang,
@@ -134,6 +138,8 @@ impl Default for Settings {
             ipc_free_strict: false,
             memops: true,
             host_alias: true,
+            peer_memory: false,
+            rdma_ordering: 100,
             progress_strict: true,
             allow_local: false,
             hang: Hang::None,
@@ -170,6 +176,8 @@ const KEYS: &[&str] = &[
     "REPORT",
     "VA_GIB",
     "DRIVER_VERSION",
+    "PEER_MEMORY",
+    "RDMA_ORDERING",
 ];
 
 impl Settings {
@@ -205,6 +213,8 @@ impl Settings {
             "IPC_FREE_STRICT" => self.ipc_free_strict = flag(value)?,
             "MEMOPS" => self.memops = flag(value)?,
             "HOST_ALIAS" => self.host_alias = flag(value)?,
+            "PEER_MEMORY" => self.peer_memory = flag(value)?,
+            "RDMA_ORDERING" => self.rdma_ordering = number(value)?,
             "PROGRESS_STRICT" => self.progress_strict = flag(value)?,
             "ALLOW_LOCAL" => self.allow_local = flag(value)?,
             "HANG_COPIES" => self.hang = if flag(value)? { Hang::All } else { Hang::None },

@@ -109,6 +109,9 @@ entry!(Kind::Plain, fn cuDeviceGetAttribute(value: Out<i32>, attribute: i32, dev
         75 => 9,                                    // compute capability
         91 => yes(!s.host_alias),                   // host pointers serve as device pointers
         92 | 93 => 0,                               // the first version of stream memory operations
+        116 => yes(s.peer_memory),                  // GPUDirect RDMA
+        117 => 1,                                   // its writes can be flushed by the host
+        118 => s.rdma_ordering,
         122 | 123 => yes(s.memops),                 // 64-bit operations, NOR waits
         99 => 1,                                    // host registration
         102 => yes(s.vmm),

@@ -6,7 +6,7 @@
 
 use crate::abi::*;
 use crate::driver::{bump, entry, Driver, Kind, State};
-use crate::phys::{Pending, Phys};
+use crate::phys::{expose, hide, Pending, Phys};
 use crate::space::{Alloc, Region};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -69,6 +69,9 @@ fn allocate(drv: &Driver, state: &mut State, size: u64) -> Res<u64> {
                     return Err(code);
                 }
             };
+            if drv.settings().peer_memory {
+                expose(&phys, at, room)?;
+            }
             let id = state.new_buffer_id();
             let block = Block {
                 size: room,
@@ -134,6 +137,9 @@ pub fn free(drv: &Driver, state: &mut State, at: u64) {
     if block.used.is_empty() {
         let (size, device) = (block.size, block.phys.device);
         state.blocks.remove(&alloc.block);
+        if drv.settings().peer_memory {
+            hide(alloc.block, size);
+        }
         state.va.give(alloc.block, size);
         state.uncharge(device, size);
     }
@@ -181,6 +187,14 @@ entry!(Kind::Plain, fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>,
     base.set_opt(start);
     size.set_opt(len as usize);
     Ok(())
+});
+
+entry!(Kind::Plain, fn cuFlushGPUDirectRDMAWrites(target: i32, scope: i32) |drv| {
+    let _ = drv;
+    match (target, scope) {
+        (0, 100 | 200) => Ok(()),
+        _ => Err(ERROR_INVALID_VALUE),
+    }
 });
 
 entry!(

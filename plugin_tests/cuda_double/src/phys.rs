@@ -301,6 +301,40 @@ impl Drop for Phys {
     }
 }
 
+/// Lets the process, and so its RDMA devices, reach memory at a device address; nothing else may.
+pub fn expose(phys: &Phys, at: u64, size: u64) -> Res {
+    // SAFETY: the range is one of device addresses that nobody uses, and the file is longer than it.
+    let got = unsafe {
+        libc::mmap(
+            at as *mut libc::c_void,
+            size as usize,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            phys.file.as_raw_fd(),
+            0,
+        )
+    };
+    if got == libc::MAP_FAILED {
+        return Err(ERROR_OUT_OF_MEMORY);
+    }
+    Ok(())
+}
+
+/// The reverse.
+pub fn hide(at: u64, size: u64) {
+    // SAFETY: the range is one of device addresses whose memory goes.
+    unsafe {
+        libc::mmap(
+            at as *mut libc::c_void,
+            size as usize,
+            libc::PROT_NONE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
+            -1,
+            0,
+        )
+    };
+}
+
 fn map(file: &File, size: usize) -> Res<NonNull<u8>> {
     // SAFETY: a new mapping of an open file, at an address that the kernel chooses.
     let at = unsafe {

@@ -3,7 +3,7 @@
 use crate::abi::*;
 use crate::driver::{entry, Driver, Kind, State};
 use crate::memory::check_idle;
-use crate::phys::Phys;
+use crate::phys::{expose, hide, Phys};
 use crate::space::{Mapping, Region};
 use std::collections::HashMap;
 use std::os::fd::{BorrowedFd, IntoRawFd};
@@ -186,6 +186,9 @@ entry!(
         if taken || at % GRANULARITY as u64 != 0 || flags != 0 {
             return Err(ERROR_INVALID_VALUE);
         }
+        if drv.settings().peer_memory {
+            expose(&phys, at, size)?;
+        }
         state.handle(handle)?.maps += 1;
         let mapping = Mapping {
             size,
@@ -223,6 +226,9 @@ entry!(Kind::Slow("unmaps"), fn cuMemUnmap(at: u64, size: usize) |drv| {
     for base in whole(&state, at, size as u64)? {
         if let Some(Region::Mapping(m)) = state.regions.remove(base) {
             check_idle(drv, "unmapped", base, &m.pending);
+            if drv.settings().peer_memory {
+                hide(base, m.size);
+            }
             if let Some(handle) = state.handles.get_mut(&m.handle) {
                 handle.maps -= 1;
             }

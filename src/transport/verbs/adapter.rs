@@ -10,7 +10,10 @@ use std::thread::JoinHandle;
 use nix::poll::{poll, PollFd, PollFlags, PollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
+use super::gpu::{self, How};
+use crate::config::Ib;
 use crate::error::{Error, Result};
+use crate::ibverbs::devices::Port;
 use crate::ibverbs::{sys, verbs, About, Context, Event, Mr, Pd};
 use crate::sync::lock;
 use crate::transport::copy_engine::link::without_signals;
@@ -60,6 +63,7 @@ pub struct Adapter {
     _events: Events,
     watches: Watches,
     regions: Mutex<HashMap<(u64, u64), Weak<Mr>>>,
+    gpus: Mutex<HashMap<i32, std::result::Result<How, String>>>,
     pd: Arc<Pd>,
     context: Arc<Context>,
     /// The device's limits.
@@ -96,6 +100,7 @@ impl Adapter {
             _events: Events::start(context.clone(), watches.clone())?,
             watches,
             regions: Mutex::default(),
+            gpus: Mutex::default(),
             pd,
             context,
             attr,
@@ -130,6 +135,30 @@ impl Adapter {
     /// # Safety
     /// As for [`Pd::reg_mr`], as long as anybody holds the region.
     pub unsafe fn register(&self, addr: u64, len: u64, relaxed: bool) -> Result<Arc<Mr>> {
+        let relaxed = match relaxed {
+            true => sys::ACCESS_RELAXED_ORDERING,
+            false => 0,
+        };
+        let by_address = |from: u64, len: u64, access: u32| {
+            let pd = &self.pd;
+            // SAFETY: the caller's promise; the rest of the first and last page is only in reach of peers that
+            // prove to hold a handle of ours, and they write where they were told to.
+            unsafe { pd.reg_mr(from as *mut u8, len as usize, access | relaxed) }
+        };
+        // SAFETY: as above.
+        unsafe { self.register_by(addr, len, by_address) }
+    }
+
+    /// The same, where `by` registers pages: from, length, access.
+    ///
+    /// # Safety
+    /// As for [`Pd::reg_mr`], as long as anybody holds the region.
+    pub unsafe fn register_by(
+        &self,
+        addr: u64,
+        len: u64,
+        by: impl FnOnce(u64, u64, u32) -> Result<Mr>,
+    ) -> Result<Arc<Mr>> {
         const PAGE: u64 = 4096;
         let from = addr & !(PAGE - 1);
         let to = addr
@@ -142,21 +171,33 @@ impl Adapter {
         if let Some(mr) = regions.get(&(from, to)).and_then(Weak::upgrade) {
             return Ok(mr);
         }
-        let relaxed = match relaxed {
-            true => sys::ACCESS_RELAXED_ORDERING,
-            false => 0,
-        };
         let access = sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE | sys::ACCESS_REMOTE_READ;
-        // SAFETY: the caller's promise; the rest of the first and last page is only in reach of peers that
-        // prove to hold a handle of ours, and they write where they were told to.
-        let mr = unsafe {
-            self.pd
-                .reg_mr(from as *mut u8, (to - from) as usize, access | relaxed)
-        }?;
-        let mr = Arc::new(mr);
+        let mr = Arc::new(by(from, to - from, access)?);
         regions.retain(|_, m| m.strong_count() > 0);
         regions.insert((from, to), Arc::downgrade(&mr));
         Ok(mr)
+    }
+
+    /// How a port of this device gets at memory of GPU `ordinal`, found out once; the error says why it does not.
+    pub fn reach(&self, port: &Port, ordinal: i32, ib: &Ib) -> std::result::Result<How, String> {
+        let mut known = lock(&self.gpus);
+        known
+            .entry(ordinal)
+            .or_insert_with(|| {
+                let found = gpu::probe(self, port, ordinal, ib);
+                match &found {
+                    Ok(how) => log::info!(
+                        "{} reads and writes memory of GPU {ordinal} itself ({how:?}): a test did",
+                        self.context.name()
+                    ),
+                    Err(why) => log::info!(
+                        "{} does not get at memory of GPU {ordinal}, copy engines move it through the host: {why}",
+                        self.context.name()
+                    ),
+                }
+                found
+            })
+            .clone()
     }
 }
 

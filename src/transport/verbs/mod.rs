@@ -7,6 +7,7 @@
 
 pub mod adapter;
 pub mod gid;
+pub mod gpu;
 pub mod rails;
 pub mod recv;
 pub mod send;
@@ -24,6 +25,8 @@ use self::rails::{lanes_of, Rails};
 use self::recv::RecvConnection;
 use self::send::SendConnection;
 use self::wire::{Offer, Reply, GO, MAX_PORTS, OFFER_LEN, REPLY_LEN};
+use super::copy_engine::engine::Gpu;
+use super::copy_engine::memory::classify;
 use super::staging::{CHUNK, CHUNKS};
 use super::tcp::service::{Kept, Service};
 use super::tcp::wire::purpose;
@@ -45,24 +48,56 @@ pub struct Keys {
     pub lkeys: [u32; MAX_PORTS],
     /// For the peer's, by port.
     pub rkeys: [u32; MAX_PORTS],
+    /// The memory's GPU does not see what has come until the driver is asked.
+    pub flush: bool,
     _regions: Vec<Arc<Mr>>,
 }
 
 impl Keys {
+    fn none() -> Keys {
+        Keys {
+            lkeys: [0; MAX_PORTS],
+            rkeys: [0; MAX_PORTS],
+            flush: false,
+            _regions: Vec::new(),
+        }
+    }
+
+    fn add(&mut self, mr: Arc<Mr>) {
+        self.lkeys[self._regions.len()] = mr.lkey();
+        self.rkeys[self._regions.len()] = mr.rkey();
+        self._regions.push(mr);
+    }
+
     /// # Safety
     /// As for [`adapter::Adapter::register`].
     unsafe fn register(rails: &Rails, addr: u64, len: u64, relaxed: bool) -> Result<Keys> {
-        let mut keys = Keys {
-            lkeys: [0; MAX_PORTS],
-            rkeys: [0; MAX_PORTS],
-            _regions: Vec::new(),
-        };
-        for (i, a) in rails.adapters().enumerate() {
+        let mut keys = Keys::none();
+        for (a, _) in rails.adapters() {
             // SAFETY: the caller's promise.
-            let mr = unsafe { a.register(addr, len, relaxed) }?;
-            keys.lkeys[i] = mr.lkey();
-            keys.rkeys[i] = mr.rkey();
-            keys._regions.push(mr);
+            keys.add(unsafe { a.register(addr, len, relaxed) }?);
+        }
+        Ok(keys)
+    }
+
+    /// For memory of GPU `ordinal`, if all devices get at it; the error says why not.
+    ///
+    /// # Safety
+    /// As for [`adapter::Adapter::register`].
+    unsafe fn register_gpu(
+        rails: &Rails,
+        ordinal: i32,
+        addr: u64,
+        len: u64,
+        ib: &Ib,
+    ) -> std::result::Result<Keys, String> {
+        let mut keys = Keys::none();
+        keys.flush = gpu::flush_of(ordinal)? == gpu::Flush::Driver;
+        for (a, port) in rails.adapters() {
+            let how = a.reach(port, ordinal, ib)?;
+            // SAFETY: the caller's promise.
+            let mr = unsafe { gpu::register(a, how, addr, len, ib.relaxed_ordering) };
+            keys.add(mr.map_err(|e| e.text().to_string())?);
         }
         Ok(keys)
     }
@@ -99,6 +134,8 @@ struct End {
     socket: Arc<TcpStream>,
     ended: Arc<AtomicBool>,
     ended_at: OnceLock<Instant>,
+    /// That whose memory the devices reach.
+    gpu: OnceLock<Gpu>,
 }
 
 impl End {
@@ -112,6 +149,7 @@ impl End {
             socket,
             ended,
             ended_at: OnceLock::new(),
+            gpu: OnceLock::new(),
         }
     }
 
@@ -149,26 +187,79 @@ impl End {
     #[cold]
     fn failed(&self, wc: &sys::Wc) -> Error {
         // What the completion says is then only what followed.
-        match self.trouble(Duration::ZERO) {
-            Some(e) => self.side.fail(e),
-            None => self.fail(self.rails.failed(wc)),
+        if let Some(e) = self.trouble(Duration::ZERO) {
+            return self.side.fail(e);
         }
+        let mut cause = *wc;
+        // Others may have been told before the one that failed first.
+        let mut more = [sys::Wc::default(); 16];
+        for port in 0..self.rails.ports() {
+            while cause.status == sys::WC_WR_FLUSH_ERR {
+                let n = match self.rails.poll(port, &mut more) {
+                    Ok(n) if n > 0 => n,
+                    _ => break,
+                };
+                let flushed =
+                    |w: &&sys::Wc| w.status != sys::WC_SUCCESS && w.status != sys::WC_WR_FLUSH_ERR;
+                cause = more[..n].iter().find(flushed).copied().unwrap_or(cause);
+            }
+        }
+        self.fail(self.rails.failed(&cause))
     }
 
     /// Registers memory with the devices; GPU memory that they do not reach is staged.
     fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        let mut region = self.side.register(addr, len, cuda)?;
-        let relaxed = config::current().ib.relaxed_ordering;
-        match region.memory {
-            Memory::Device(_) => self.register_chunks()?,
-            _ => {
-                // SAFETY: NCCL's memory stays until it is deregistered, and only its messages touch it.
-                let keys = unsafe { Keys::register(&self.rails, addr, len, relaxed) }
-                    .map_err(|e| e.context(&self.side.peer))?;
-                region.keys = Some(Box::new(keys));
+        let memory = classify(addr, len, cuda).map_err(|e| e.context(&self.side.peer))?;
+        let ib = &config::current().ib;
+        // SAFETY, of both: NCCL's memory stays until it is deregistered, and only its messages touch it.
+        let keys = match memory {
+            Memory::Device(_) if !ib.gpu_direct => None,
+            Memory::Device(ordinal) => {
+                // SAFETY: see above.
+                match unsafe { Keys::register_gpu(&self.rails, ordinal, addr, len, ib) } {
+                    Ok(keys) => {
+                        if self.gpu.get().is_none() {
+                            let _ = self.gpu.set(Gpu::of_device(ordinal)?);
+                        }
+                        Some(keys)
+                    }
+                    Err(why) => {
+                        log::debug!("{}: staged: {why}", self.side.peer);
+                        None
+                    }
+                }
             }
+            _ => {
+                let relaxed = ib.relaxed_ordering;
+                // SAFETY: see above.
+                let keys = unsafe { Keys::register(&self.rails, addr, len, relaxed) };
+                Some(keys.map_err(|e| e.context(&self.side.peer))?)
+            }
+        };
+        match keys {
+            None => {
+                let region = self.side.register(addr, len, cuda)?;
+                self.register_chunks()?;
+                Ok(region)
+            }
+            Some(keys) => Ok(Region {
+                addr,
+                len,
+                memory,
+                id: self.side.regions.fetch_add(1, Ordering::Relaxed),
+                keys: Some(Box::new(keys)),
+            }),
         }
-        Ok(region)
+    }
+
+    /// Lets the GPU see what has come.
+    fn flush(&self) -> Result<()> {
+        let Some(gpu) = self.gpu.get() else {
+            return Ok(());
+        };
+        let driver = gpu.driver;
+        let _entered = driver.enter(gpu.context)?;
+        driver.flush_remote_writes()
     }
 
     fn register_chunks(&self) -> Result<()> {

@@ -61,6 +61,7 @@ pub mod id {
 struct Rail {
     cq: Arc<Cq>,
     port: u8,
+    info: Port,
     attr: sys::PortAttr,
     gids: Vec<Indexed>,
     block: Mr,
@@ -157,6 +158,7 @@ impl Rails {
             rails.push(Rail {
                 cq: Arc::new(cq),
                 port: p.port,
+                info: p.clone(),
                 attr,
                 gids: gid::candidates(adapter.context(), p.port, attr.gid_tbl_len, infiniband, ib)?,
                 block: mr,
@@ -360,8 +362,8 @@ impl Rails {
     }
 
     /// The devices, by port.
-    pub fn adapters(&self) -> impl Iterator<Item = &Arc<Adapter>> {
-        self.rails.iter().map(|r| &r.adapter)
+    pub fn adapters(&self) -> impl Iterator<Item = (&Arc<Adapter>, &Port)> {
+        self.rails.iter().map(|r| (&r.adapter, &r.info))
     }
 
     /// This end's block.

@@ -54,6 +54,8 @@ struct Request {
     capacity: u64,
     region: u32,
     staged: bool,
+    /// The GPU must be told before the receive is over.
+    flush: bool,
     /// Bytes of the message, once they are known.
     total: Option<u64>,
     /// Parts that have not come.
@@ -393,6 +395,9 @@ impl End for RecvConnection {
         let r = &mut st.requests[index];
         r.live = false;
         st.by_slot[r.seq as usize % RING] = NOBODY;
+        if r.flush && outcome.is_ok() {
+            self.end.flush().map_err(|e| self.end.fail(e))?;
+        }
         outcome
     }
 
@@ -455,6 +460,7 @@ impl RecvEnd for RecvConnection {
             capacity: len,
             region: region.id,
             staged,
+            flush: region.keys.as_ref().is_some_and(|k| k.flush),
             ..Request::default()
         };
         st.next = next(seq);
