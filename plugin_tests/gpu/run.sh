@@ -194,7 +194,7 @@ step_torch() {
     "$python" -c 'import torch, sys; sys.exit(torch.cuda.device_count() < 2)' >"$logs/torch.import.txt" 2>&1 ||
         { say "FAIL torch: PyTorch with two GPUs is needed: $(tail -1 "$logs/torch.import.txt")" && return; }
     # The buffers of these are registered, or do not depend on it.
-    local names=${scenarios:-plain,expandable,hook,mempool,comms,graphs,cycles,abort,abort-api,abort-alone}
+    local names=${scenarios:-plain,expandable,hook,mempool,comms,graphs,cycles,held,abort,abort-api,abort-alone}
     torch_suite torch 460 registered --scenarios "$names" ${quick:+--core}
     # The other recipe, with what it is meant for.
     [[ -n $scenarios ]] || torch_suite torch-unregistered 90 unregistered --scenarios plain --core

@@ -50,9 +50,37 @@ SCENARIOS = {
     "abort": (60, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0",
                   "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}, False, False),
     "abort-api": (70, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, False, False),
+    "held": (60, {}, False, False),
     "abort-alone": (60, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, False, False),
 }
 CORE = ["plain", "hook"]
+
+# One thread of each block counts the block in and polls the flag; the others wait for it.
+HOLD = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry hold(.param .u64 flag, .param .u64 count)
+{
+    .reg .u64 %rd<3>;
+    .reg .u32 %r<4>;
+    .reg .pred %p<3>;
+    ld.param.u64 %rd1, [flag];
+    ld.param.u64 %rd2, [count];
+    mov.u32 %r1, %tid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra DONE;
+    atom.global.add.u32 %r2, [%rd2], 1;
+AGAIN:
+    nanosleep.u32 200;
+    ld.volatile.global.u32 %r3, [%rd1];
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra AGAIN;
+DONE:
+    bar.sync 0;
+    ret;
+}
+\0"""
 
 
 # ---------------------------------------------------------------- one rank
@@ -526,6 +554,96 @@ class Rank:
         self.say(group="abort", ok=bool(ok), cases=1, seconds=round(took, 1), bad=[] if ok else
                  [f"abort returned: {finished}, GPU idle: {idle.is_set()}"], note=note)
         os._exit(0 if ok else 1)
+
+    def held(self):
+        """Sends and receives while a kernel of our own has every SM that NCCL's left."""
+        import ctypes
+        t, d = self.torch, self.dist
+        self.init()
+        cuda = ctypes.CDLL("libcuda.so.1")
+
+        def call(name, *a):
+            code = getattr(cuda, name)(*a)
+            if code:
+                raise RuntimeError(f"{name}: {code}")
+
+        t.zeros(1, device=self.device)
+        module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(HOLD))
+        call("cuModuleGetFunction", ctypes.byref(kernel), module, b"hold")
+        words = t.zeros(2, dtype=t.int32, device=self.device)
+        seen = t.zeros(2, dtype=t.int32).pin_memory()
+        one = t.ones(1, dtype=t.int32).pin_memory()
+        spin, look, other = (t.cuda.Stream(self.device) for _ in range(3))
+        sms = t.cuda.get_device_properties(self.device).multi_processor_count
+        threads, blocks = 128, sms * 16     # all that fit at once: 2,048 threads on each SM
+
+        def hold():
+            args = (ctypes.c_void_p * 2)()
+            values = [ctypes.c_uint64(words.data_ptr()), ctypes.c_uint64(words.data_ptr() + 4)]
+            for i, v in enumerate(values):
+                args[i] = ctypes.cast(ctypes.pointer(v), ctypes.c_void_p)
+            call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, ctypes.c_void_p(spin.cuda_stream), args, None)
+
+        def resident():
+            with t.cuda.stream(look):
+                seen.copy_(words, non_blocking=True)
+            look.synchronize()
+            return int(seen[1])
+
+        def exchange(out, into):
+            ops = [d.P2POp(d.isend, out, self.peer), d.P2POp(d.irecv, into, self.peer)]
+            return d.batch_isend_irecv(ops)
+
+        def cases():
+            for n in (64 * MIB, 512 * MIB, 1024 * MIB - 5):
+                s = self.fresh()
+                out = self.payload(n, s + self.rank)
+                want = self.payload(n, s + self.peer)
+                into = t.zeros(n, dtype=t.uint8, device=self.device)
+                tiny = t.zeros(1, device=self.device)
+                # Connections, registrations and the first launch of every kernel come before.
+                for w in exchange(out, into):
+                    w.wait()
+                tiny.add_(1)
+                into.zero_()
+                words.zero_()
+                self.sync()
+                d.barrier()
+                self.sync()
+                works = exchange(out, into)
+                hold()
+                began, last = time.time(), -1
+                while time.time() - began < 5:
+                    now = resident()
+                    # NCCL's kernel has a part of some SMs.
+                    if now >= blocks - 16 * 33 and now == last:
+                        break
+                    last = now
+                early = all(w.is_completed() for w in works)
+                with t.cuda.stream(other):
+                    tiny.add_(1)
+                    ran = t.cuda.Event()
+                    ran.record()
+                began = time.time()
+                while not all(w.is_completed() for w in works) and time.time() - began < 30:
+                    time.sleep(0.0005)
+                moved = all(w.is_completed() for w in works)
+                took = time.time() - began
+                free = ran.query()
+                with t.cuda.stream(look):
+                    words[:1].copy_(one, non_blocking=True)
+                self.sync()
+                good = self.same(into, want)
+                self.say(note=f"{n} bytes: {last} of {blocks} blocks held the SMs, {took:.3f} s")
+                yield f"{n} bytes: the SMs were held by {last} of {blocks} blocks only", last >= blocks - 16 * 33
+                yield f"{n} bytes: over before the SMs were held", not early
+                yield f"{n} bytes: did not end while the SMs were held", moved
+                yield f"{n} bytes: another kernel ran, so the SMs were not held", not free
+                yield f"{n} bytes: wrong bytes", good
+
+        self.group("all SMs held", cases())
+        self.close()
 
     def abort_alone(self):
         self.init()
