@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use plugin_tests::error::{Error, Result};
 use plugin_tests::flow::{stalled, Flow, Message, STALL_LIMIT};
 use plugin_tests::memory::{Buffer, Kind};
-use plugin_tests::net::{Progress, Registered, MAX_REQUESTS};
+use plugin_tests::net::{Progress, Registered, MAX_REQUESTS, STEPS};
 use plugin_tests::params::Params;
 use plugin_tests::pattern::{self, Key};
 use plugin_tests::rank::{Ctx, Link};
@@ -304,12 +304,12 @@ fn pingpong(
         (c.link.comm, memory, format!("connection {}", c.link.id))
     };
     let ((out_comm, out_memory, out_name), (in_comm, in_memory, in_name)) = (flow(out), flow(inn));
-    let make = |name: &str, comm, memory| {
+    let make = |name: &str, comm, window, memory| {
         Flow::new(
             name.to_string(),
             comm,
             0,
-            1,
+            window,
             move |_| Message {
                 memory,
                 offset: 0,
@@ -319,15 +319,16 @@ fn pingpong(
             |_, _| Ok(()),
         )
     };
-    let mut sends = make(&out_name, out_comm, &out_memory);
+    let mut sends = make(&out_name, out_comm, 1, &out_memory);
     let device = in_memory.buffer.kind().is_device();
-    let mut receives = make(&in_name, in_comm, &in_memory).with_flush(device);
+    // Receives are posted ahead, as NCCL's are: a message does not wait for its receive.
+    let mut receives = make(&in_name, in_comm, STEPS, &in_memory).with_flush(device);
+    receives.extend(warmup + iters);
     let mut start = Instant::now();
     for round in 0..warmup + iters {
         if round == warmup {
             start = Instant::now();
         }
-        receives.extend(1);
         if begins {
             sends.extend(1);
         }
@@ -339,14 +340,14 @@ fn pingpong(
             if !receives.finished() {
                 moved |= receives.poll(io)?;
             }
-            if receives.finished() && !answered {
+            if receives.done() > round && !answered {
                 sends.extend(1);
                 answered = true;
             }
             if !sends.finished() {
                 moved |= sends.poll(io)?;
             }
-            if answered && receives.finished() && sends.finished() {
+            if answered && receives.done() > round && sends.finished() {
                 break;
             }
             if moved {

@@ -13,7 +13,7 @@ use super::{helper_threads, is_dead, lost, receive, transmit, Moved, Side, POLL_
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::staging::{CHUNK, CHUNKS};
+use crate::transport::staging::CHUNKS;
 use crate::transport::{outside, End, Memory, RecvEnd, Region};
 
 /// What is read ahead of a socket: heads of frames, and whole small messages.
@@ -315,16 +315,17 @@ impl RecvConnection {
         let (addr, most) = match (p.device, p.chunk, self.side.staging.get()) {
             (false, ..) => (p.addr, p.left),
             (true, _, None) => return Err(self.breach("GPU memory without staging")),
-            (true, Some((c, have)), Some(s)) => {
-                (s.host(c) + have as u64, p.left.min((CHUNK - have) as u64))
-            }
+            (true, Some((c, have)), Some(s)) => (
+                s.host(c) + have as u64,
+                p.left.min((s.chunk() - have) as u64),
+            ),
             (true, None, Some(s)) => {
                 let Some(c) = st.chunks.iter().position(|c| c.used == Use::Free) else {
                     return Ok(0);
                 };
                 st.chunks[c].used = Use::Filling;
                 p.chunk = Some((c, 0));
-                (s.host(c), p.left.min(CHUNK as u64))
+                (s.host(c), p.left.min(s.chunk() as u64))
             }
         };
         let ahead = (i.to - i.from) as u64;
@@ -377,7 +378,7 @@ impl RecvConnection {
         match (&mut p.chunk, self.side.staging.get()) {
             (Some((c, have)), Some(s)) => {
                 *have += n;
-                if *have == CHUNK || p.left == 0 {
+                if *have == s.chunk() || p.left == 0 {
                     let (c, have) = (*c, *have);
                     let step = st.chunks[c].step.wrapping_add(1);
                     st.chunks[c] = Chunk {

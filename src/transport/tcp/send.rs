@@ -11,7 +11,7 @@ use super::{helper_threads, is_dead, receive, transmit, Moved, Side, POLL_BYTES,
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::staging::{CHUNK, CHUNKS};
+use crate::transport::staging::{CHUNKS, SMALL};
 use crate::transport::{outside, End, Memory, Region, SendEnd};
 
 /// A message is split over sockets only in parts of this size or more.
@@ -228,7 +228,7 @@ impl SendConnection {
             if c.used != Use::Free {
                 break;
             }
-            let len = (m.total - m.copied).min(CHUNK as u64);
+            let len = (m.total - m.copied).min(staging.chunk() as u64);
             *c = Chunk {
                 used: Use::Copying,
                 step: c.step.wrapping_add(1),
@@ -566,7 +566,8 @@ impl SendEnd for SendConnection {
             st.requests[index].frames = 1;
             st.enqueue(0, index, frame, addr, None);
         } else if matches!(region.memory, Memory::Device(_)) && len > 0 {
-            st.requests[index].frames = len.div_ceil(CHUNK as u64) as u32;
+            let chunk = self.side.staging.get().map_or(SMALL, |s| s.chunk()) as u64;
+            st.requests[index].frames = len.div_ceil(chunk) as u32;
             st.staged.push_back(Staged {
                 request: index,
                 seq: post.seq,

@@ -27,7 +27,7 @@ use self::send::SendConnection;
 use self::wire::{Offer, Reply, GO, MAX_PORTS, OFFER_LEN, REPLY_LEN};
 use super::copy_engine::engine::Gpu;
 use super::copy_engine::memory::classify;
-use super::staging::{CHUNK, CHUNKS};
+use super::staging::CHUNKS;
 use super::tcp::service::{Kept, Service};
 use super::tcp::wire::purpose;
 use super::tcp::{self, Side};
@@ -267,7 +267,7 @@ impl End {
         let (None, Some(staging)) = (self.chunks.get(), self.side.staging.get()) else {
             return Ok(());
         };
-        let len = (CHUNKS * CHUNK) as u64;
+        let len = (CHUNKS * staging.chunk()) as u64;
         // SAFETY: the chunks are there for this, and live as long as the queue pairs.
         let keys = unsafe { Keys::register(&self.rails, staging.host(0), len, false) }
             .map_err(|e| e.context(&self.side.peer))?;

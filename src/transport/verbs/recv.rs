@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use super::rails::{id, Rails, CONTROL_DEPTH};
 use super::send::next;
-use super::wire::{done, done_of, load, offset, Descriptor, Imm, DESCRIPTOR_LEN, MAX_PORTS, RING};
+use super::wire::{done, done_of, load, offset, Descriptor, Imm, DESCRIPTOR_LEN, RING};
 use super::End as VerbsEnd;
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::ibverbs::sys;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::staging::{CHUNK, CHUNKS};
+use crate::transport::staging::CHUNKS;
 use crate::transport::tcp::service::Service;
 use crate::transport::{outside, End, RecvEnd, Region};
 
@@ -446,10 +446,10 @@ impl RecvEnd for RecvConnection {
             }
         }
         let staged = region.keys.is_none();
-        let (to, rkeys) = match (&region.keys, self.end.side.staging.get()) {
-            (Some(k), _) => (addr, k.rkeys),
-            (None, Some(s)) => (s.host(0), self.end.chunk_keys().rkeys),
-            (None, None) => (0, [0; MAX_PORTS]),
+        let (to, rkeys, chunk) = match (&region.keys, self.end.side.staging.get()) {
+            (Some(k), _) => (addr, k.rkeys, 0),
+            (None, Some(s)) => (s.host(0), self.end.chunk_keys().rkeys, s.chunk() as u32),
+            (None, None) => return Err(self.breach("GPU memory without staging")),
         };
         st.by_slot[slot] = index as u8;
         st.requests[index] = Request {
@@ -470,7 +470,7 @@ impl RecvEnd for RecvConnection {
             addr: to,
             capacity: len,
             rkeys,
-            staged,
+            chunk,
         };
         let source = &self.end.rails.block().source[slot].0;
         for (to, w) in source.iter().zip(descriptor.words()) {
@@ -488,5 +488,3 @@ impl Drop for RecvConnection {
         let _ = self.close();
     }
 }
-
-const _: () = assert!(CHUNK < u32::MAX as usize);

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::ibverbs::sys;
 use crate::transport::copy_engine::link::close_deadline;
-use crate::transport::staging::{CHUNK, CHUNKS};
+use crate::transport::staging::CHUNKS;
 use crate::transport::tcp::service::Service;
 use crate::transport::{outside, End, Region, SendEnd};
 
@@ -57,6 +57,8 @@ struct Fill {
     addr: u64,
     total: u64,
     copied: u64,
+    /// Bytes of one chunk at most.
+    piece: u64,
 }
 
 /// A message that is not all posted yet.
@@ -242,7 +244,7 @@ impl SendConnection {
             if c.used != Use::Free {
                 break;
             }
-            let len = (m.total - m.copied).min(CHUNK as u64);
+            let len = (m.total - m.copied).min(m.piece);
             *c = Chunk {
                 used: Use::Copying,
                 step: c.step.wrapping_add(1),
@@ -271,7 +273,7 @@ impl SendConnection {
         while let Some(mut m) = st.queue.pop_front() {
             let all = match (
                 m.post.capacity < m.total,
-                m.post.staged && m.total > 0,
+                m.post.chunk > 0 && m.total > 0,
                 m.keys,
             ) {
                 (true, ..) => self.refuse(st, &m)?,
@@ -488,7 +490,7 @@ impl SendConnection {
             let theirs = st.used % CHUNKS as u32;
             let len = match own {
                 Some(c) => st.chunks[c].len,
-                None => (m.total - m.posted).min(CHUNK as u64),
+                None => (m.total - m.posted).min(m.post.chunk.into()),
             };
             let imm = Imm::Chunk {
                 slot: m.post.seq % RING as u32,
@@ -498,7 +500,7 @@ impl SendConnection {
             };
             let count = Self::count(st, lane);
             let target = Write {
-                to: m.post.addr + u64::from(theirs) * CHUNK as u64,
+                to: m.post.addr + u64::from(theirs) * u64::from(m.post.chunk),
                 rkey: m.post.rkeys[l.peer_port],
                 imm: Some(imm.encode()),
                 signal: true,
@@ -727,10 +729,11 @@ impl SendEnd for SendConnection {
         let keys = region.keys.as_ref().map(|k| k.lkeys);
         let total = self.end.rails.lanes().len();
         let large = len / STRIPE >= total as u64;
-        let parts = match (keys, post.staged) {
-            (Some(_), false) if large => total,
+        let own = self.end.side.staging.get().map_or(0, |s| s.chunk() as u64);
+        let parts = match (keys, post.chunk) {
+            (Some(_), 0) if large => total,
             // Chunks go round all lanes.
-            (None, false) if len > CHUNK as u64 => total,
+            (None, 0) if len > own => total,
             _ => 1,
         };
         st.requests[index] = Request {
@@ -749,10 +752,14 @@ impl SendEnd for SendConnection {
                 addr,
                 total: len,
                 copied: 0,
+                piece: match post.chunk {
+                    0 => own,
+                    theirs => own.min(theirs.into()),
+                },
             });
         }
         let first = st.turn;
-        if keys.is_some() && !post.staged {
+        if keys.is_some() && post.chunk == 0 {
             st.turn = (first + parts) % total;
         }
         st.queue.push_back(Message {

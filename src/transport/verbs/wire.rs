@@ -8,7 +8,7 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::ibverbs::sys::{Gid, MTU_256, MTU_4096};
-use crate::transport::staging::{CHUNK, CHUNKS};
+use crate::transport::staging::{CHUNKS, LARGE};
 
 /// Ports that one device of NCCL's can have.
 pub const MAX_PORTS: usize = 4;
@@ -289,8 +289,8 @@ pub struct Descriptor {
     pub capacity: u64,
     /// The buffer's key with the device of each of the receiver's ports.
     pub rkeys: [u32; MAX_PORTS],
-    /// The bytes go through the receiver's chunks.
-    pub staged: bool,
+    /// Bytes of each of the receiver's chunks, which the message goes through; 0: it does not.
+    pub chunk: u32,
 }
 
 /// Words of a [`Descriptor`] in memory.
@@ -312,7 +312,7 @@ impl Descriptor {
             self.rkeys[2],
             self.rkeys[3],
             self.tag,
-            self.staged as u32,
+            self.chunk,
             self.seq,
             0,
         ];
@@ -332,7 +332,7 @@ impl Descriptor {
             addr: u64::from(w[1]) << 32 | u64::from(w[0]),
             capacity: u64::from(w[3]) << 32 | u64::from(w[2]),
             rkeys: [w[4], w[5], w[6], w[7]],
-            staged: w[9] & 1 != 0,
+            chunk: w[9].min(LARGE as u32),
         })
     }
 }
@@ -469,7 +469,7 @@ pub enum Imm {
 /// Messages of fewer bytes than this have their size in the [`Imm`].
 pub const SHORT: u64 = 1 << 23;
 
-const _: () = assert!(RING <= 1 << 6 && CHUNKS <= 1 << 3 && CHUNK < 1 << 20);
+const _: () = assert!(RING <= 1 << 6 && CHUNKS <= 1 << 3 && LARGE < 1 << 20);
 
 impl Imm {
     /// As bits.
@@ -502,7 +502,7 @@ impl Imm {
                 striped: bits >> 23 & 1 != 0,
             }),
             1 if bits & 0xff_ffff == 0 => Some(Imm::Long { slot }),
-            2 if (bits & 0xf_ffff) as usize <= CHUNK => Some(Imm::Chunk {
+            2 if (bits & 0xf_ffff) as usize <= LARGE => Some(Imm::Chunk {
                 slot,
                 chunk: bits >> 20 & 7,
                 bytes: bits & 0xf_ffff,
@@ -573,7 +573,7 @@ mod tests {
             addr: u64::MAX - 3,
             capacity: 1 << 40,
             rkeys: [1, 2, 3, 4],
-            staged: true,
+            chunk: 4096,
         };
         assert_eq!(Descriptor::of(&d.words(), 9), Some(d));
         assert_eq!(Descriptor::of(&d.words(), 10), None);
@@ -631,7 +631,7 @@ mod tests {
     proptest! {
         #[test]
         fn immediates(slot in 0..RING as u32, total in 0..SHORT as u32, chunk in 0..CHUNKS as u32,
-                      bytes in 0..=CHUNK as u32, flag in any::<bool>(), noise in any::<u32>()) {
+                      bytes in 0..=LARGE as u32, flag in any::<bool>(), noise in any::<u32>()) {
             for imm in [
                 Imm::Short { slot, total, striped: flag },
                 Imm::Long { slot },
