@@ -102,7 +102,10 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
         let rank = (ctx.rank, ctx.nranks);
         ctx.progress(move |_| keep_to_own_cores(rank))?;
         let seconds = if bench.pingpong {
-            ctx.progress(|io| pingpong(io, &channels, size, warmup, iters, &bench))?
+            let (mean, median) =
+                ctx.progress(|io| pingpong(io, &channels, size, warmup, iters, &bench))?;
+            out.set("median", median);
+            mean
         } else {
             let nranks = ctx.nranks;
             ctx.progress(|io| iterate(io, &channels, size, nranks, warmup, iters, &bench))?
@@ -278,7 +281,7 @@ fn iterate(
     }
 }
 
-/// Sends a message to and fro and returns the seconds of one way.
+/// Sends a message to and fro and returns the seconds of one way: their mean and their median.
 fn pingpong(
     io: &Progress,
     channels: &[Channel],
@@ -286,7 +289,7 @@ fn pingpong(
     warmup: usize,
     iters: usize,
     bench: &Bench,
-) -> Result<f64> {
+) -> Result<(f64, f64)> {
     let first = channels
         .first()
         .ok_or_else(|| Error::new("no connection"))?;
@@ -324,11 +327,9 @@ fn pingpong(
     // Receives are posted ahead, as NCCL's are: a message does not wait for its receive.
     let mut receives = make(&in_name, in_comm, STEPS, &in_memory).with_flush(device);
     receives.extend(warmup + iters);
-    let mut start = Instant::now();
+    let mut rounds = Vec::with_capacity(warmup + iters);
+    let mut last = Instant::now();
     for round in 0..warmup + iters {
-        if round == warmup {
-            start = Instant::now();
-        }
         if begins {
             sends.extend(1);
         }
@@ -348,6 +349,9 @@ fn pingpong(
                 moved |= sends.poll(io)?;
             }
             if answered && receives.done() > round && sends.finished() {
+                let now = Instant::now();
+                rounds.push((now - last).as_secs_f64());
+                last = now;
                 break;
             }
             if moved {
@@ -360,7 +364,10 @@ fn pingpong(
             }
         }
     }
-    Ok(start.elapsed().as_secs_f64() / iters as f64 / 2.0)
+    let timed = &mut rounds[warmup..];
+    let mean = timed.iter().sum::<f64>() / iters as f64 / 2.0;
+    timed.sort_by(f64::total_cmp);
+    Ok((mean, timed.get(iters / 2).map_or(mean, |m| m / 2.0)))
 }
 
 /// Bytes that are made and checked at a time.

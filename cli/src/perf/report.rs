@@ -24,6 +24,9 @@ pub struct Row {
     element: &'static str,
     /// Mean over the ranks.
     time_us: f64,
+    /// The same for the median of the iterations: one way of a ping-pong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    median_us: Option<f64>,
     algbw_gbps: f64,
     busbw_gbps: f64,
     /// Wrong elements; none if nothing was checked.
@@ -127,10 +130,15 @@ impl Report {
     fn row(&self, all: &[Params]) -> Result<Row> {
         let size: usize = all[0].get("size")?;
         let mut seconds = 0.0;
+        let mut median = None;
         let mut wrong = None;
         let mut memcpy = None;
         for p in all {
             seconds += p.get::<f64>("seconds")? / all.len() as f64;
+            if p.text("median").is_some() {
+                let more = p.get::<f64>("median")? / all.len() as f64;
+                *median.get_or_insert(0.0) += more;
+            }
             if p.text("wrong").is_some() {
                 wrong = Some(wrong.unwrap_or(0) + p.get::<usize>("wrong")?);
             }
@@ -154,6 +162,7 @@ impl Report {
             count: chunk / ELEMENT as usize,
             element: "float",
             time_us: seconds * 1e6,
+            median_us: median.map(|m: f64| m * 1e6),
             algbw_gbps: algbw,
             busbw_gbps: algbw * self.op.bus_factor(self.ranks),
             wrong,
