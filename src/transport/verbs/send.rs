@@ -201,15 +201,24 @@ impl SendConnection {
     #[inline]
     fn complete(&self, st: &mut State) -> Result<()> {
         let rails = &self.end.rails;
+        // What another port has completed counts, whatever has failed on this one.
+        let mut outcome = Ok(());
         for port in 0..rails.ports() {
             loop {
-                let n = rails
-                    .poll(port, &mut st.wcs)
-                    .map_err(|e| self.end.fail(e))?;
+                let n = match rails.poll(port, &mut st.wcs) {
+                    Ok(n) => n,
+                    Err(e) => {
+                        outcome = outcome.and(Err(self.end.fail(e)));
+                        break;
+                    }
+                };
                 for i in 0..n {
                     let wc = st.wcs[i];
                     if wc.status != sys::WC_SUCCESS {
-                        return Err(self.end.failed(&wc));
+                        if outcome.is_ok() {
+                            outcome = Err(self.end.failed(&wc));
+                        }
+                        continue;
                     }
                     let (kind, lane, index, posted) = id::parts(wc.wr_id);
                     st.counts[lane].done = posted;
@@ -228,7 +237,7 @@ impl SendConnection {
                 }
             }
         }
-        Ok(())
+        outcome
     }
 
     /// Fills free chunks.
