@@ -99,6 +99,7 @@ struct End {
     socket: Arc<TcpStream>,
     ended: Arc<AtomicBool>,
     ended_at: OnceLock<Instant>,
+    halted: AtomicBool,
 }
 
 impl End {
@@ -112,6 +113,7 @@ impl End {
             socket,
             ended,
             ended_at: OnceLock::new(),
+            halted: AtomicBool::new(false),
         }
     }
 
@@ -152,6 +154,23 @@ impl End {
         match self.trouble(Duration::ZERO) {
             Some(e) => self.side.fail(e),
             None => self.fail(self.rails.failed(wc)),
+        }
+    }
+
+    /// Ends all that is under way in a connection that has failed: whoever is told of it may take the memory
+    /// back.
+    #[cold]
+    fn halt(&self) {
+        if !self.halted.swap(true, Ordering::AcqRel) {
+            self.rails.stop();
+        }
+    }
+
+    /// A registration ends: what a failed connection still had under way must be over.
+    fn settle(&self, deadline: Instant) {
+        if self.side.failed.get().is_some() {
+            self.halt();
+            self.side.drain(deadline);
         }
     }
 
@@ -199,7 +218,7 @@ impl End {
                 .service
                 .keep(self.socket.clone(), Box::new(Lingering(self.rails.clone())));
         } else {
-            self.rails.stop();
+            self.halt();
             let _ = self.socket.shutdown(std::net::Shutdown::Both);
             self.side.service.unwatch();
         }

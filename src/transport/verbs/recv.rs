@@ -379,9 +379,9 @@ impl End for RecvConnection {
                 "{}: memory was deregistered while receives into it were posted",
                 self.end.side.peer
             )));
-            self.end.rails.stop();
-            self.end.side.drain(deadline);
         }
+        // Receives that ended in an error may have copies or writes in flight.
+        self.end.settle(deadline);
         Ok(())
     }
 
@@ -392,6 +392,9 @@ impl End for RecvConnection {
         };
         let st = &mut *st;
         let trouble = self.progress(st);
+        if self.end.side.failed.get().is_some() {
+            self.end.halt();
+        }
         let outcome = match self.outcome(&st.requests[index]) {
             Ok(None) => match trouble {
                 Err(e) => Err(e),

@@ -648,9 +648,9 @@ impl End for SendConnection {
             )));
             st.fills.clear();
             st.queue.clear();
-            self.end.rails.stop();
-            self.end.side.drain(deadline);
         }
+        // Sends that ended in an error may have copies or writes in flight.
+        self.end.settle(deadline);
         Ok(())
     }
 
@@ -661,6 +661,9 @@ impl End for SendConnection {
         };
         let st = &mut *st;
         let trouble = self.progress(st);
+        if self.end.side.failed.get().is_some() {
+            self.end.halt();
+        }
         let r = st.requests[index];
         if !r.is_over() {
             return match trouble {
