@@ -400,6 +400,14 @@ impl Connecting {
                             peer,
                         )));
                     }
+                    // The listener has nothing to say now: this only tells of its end.
+                    if Reading::<1>::new()
+                        .poll(&socket)
+                        .map_err(|e| e.context(&way))?
+                        .is_some()
+                    {
+                        return Err(Error::remote("the listener says what nobody asked it for"));
+                    }
                     let limit = if self.fallback {
                         PROOF.min(limit)
                     } else {
