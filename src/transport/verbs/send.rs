@@ -409,7 +409,7 @@ impl SendConnection {
                     addr: m.addr + at,
                     len: len as u32,
                     lkey: keys[l.port],
-                    to: m.post.addr + at,
+                    to: m.post.addr.wrapping_add(at),
                     rkey: m.post.rkeys[l.peer_port],
                     host: m.host,
                     ..NOTHING
@@ -457,7 +457,7 @@ impl SendConnection {
             let l = &rails.lanes()[lane];
             let w = Write {
                 wr_id: id::of(id::CHUNK, lane, c, Self::count(st, lane)),
-                to: m.post.addr + m.posted,
+                to: m.post.addr.wrapping_add(m.posted),
                 rkey: m.post.rkeys[l.peer_port],
                 signal: true,
                 ..self.chunk(c, len, l.port)
@@ -512,7 +512,7 @@ impl SendConnection {
             };
             let count = Self::count(st, lane);
             let target = Write {
-                to: m.post.addr + u64::from(theirs) * CHUNK as u64,
+                to: m.post.addr.wrapping_add(u64::from(theirs) * CHUNK as u64),
                 rkey: m.post.rkeys[l.peer_port],
                 imm: Some(imm.encode()),
                 signal: true,
