@@ -136,6 +136,7 @@ struct End {
     ended_at: OnceLock<Instant>,
     /// That whose memory the devices reach.
     gpu: OnceLock<Gpu>,
+    halted: AtomicBool,
 }
 
 impl End {
@@ -150,6 +151,7 @@ impl End {
             ended,
             ended_at: OnceLock::new(),
             gpu: OnceLock::new(),
+            halted: AtomicBool::new(false),
         }
     }
 
@@ -190,21 +192,24 @@ impl End {
         if let Some(e) = self.trouble(Duration::ZERO) {
             return self.side.fail(e);
         }
-        let mut cause = *wc;
-        // Others may have been told before the one that failed first.
-        let mut more = [sys::Wc::default(); 16];
-        for port in 0..self.rails.ports() {
-            while cause.status == sys::WC_WR_FLUSH_ERR {
-                let n = match self.rails.poll(port, &mut more) {
-                    Ok(n) if n > 0 => n,
-                    _ => break,
-                };
-                let flushed =
-                    |w: &&sys::Wc| w.status != sys::WC_SUCCESS && w.status != sys::WC_WR_FLUSH_ERR;
-                cause = more[..n].iter().find(flushed).copied().unwrap_or(cause);
-            }
+        self.fail(self.rails.failed(wc))
+    }
+
+    /// Ends all that is under way in a connection that has failed: whoever is told of it may take the memory
+    /// back.
+    #[cold]
+    fn halt(&self) {
+        if !self.halted.swap(true, Ordering::AcqRel) {
+            self.rails.stop();
         }
-        self.fail(self.rails.failed(&cause))
+    }
+
+    /// A registration ends: what a failed connection still had under way must be over.
+    fn settle(&self, deadline: Instant) {
+        if self.side.failed.get().is_some() {
+            self.halt();
+            self.side.drain(deadline);
+        }
     }
 
     /// Registers memory with the devices; GPU memory that they do not reach is staged.
@@ -290,7 +295,7 @@ impl End {
                 .service
                 .keep(self.socket.clone(), Box::new(Lingering(self.rails.clone())));
         } else {
-            self.rails.stop();
+            self.halt();
             let _ = self.socket.shutdown(std::net::Shutdown::Both);
             self.side.service.unwatch();
         }
@@ -471,6 +476,14 @@ impl Connecting {
                             routing,
                             peer,
                         )));
+                    }
+                    // The listener has nothing to say now: this only tells of its end.
+                    if Reading::<1>::new()
+                        .poll(&socket)
+                        .map_err(|e| e.context(&way))?
+                        .is_some()
+                    {
+                        return Err(Error::remote("the listener says what nobody asked it for"));
                     }
                     let limit = if self.fallback {
                         PROOF.min(limit)

@@ -472,7 +472,7 @@ impl Rails {
             addr: source,
             len,
             lkey: self.rails[l.port].block.lkey(),
-            to: self.peer_block + to,
+            to: self.peer_block.wrapping_add(to),
             rkey: self.peer_keys[l.peer_port],
             imm: None,
             signal,

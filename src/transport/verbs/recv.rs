@@ -139,20 +139,35 @@ impl RecvConnection {
     #[inline]
     fn complete(&self, st: &mut State) -> Result<()> {
         let rails = &self.end.rails;
+        // What another port has completed counts, whatever has failed on this one.
+        let mut outcome = Ok(());
+        let mut bad: Option<sys::Wc> = None;
         for port in 0..rails.ports() {
             loop {
-                let n = rails
-                    .poll(port, &mut st.wcs)
-                    .map_err(|e| self.end.fail(e))?;
+                let n = match rails.poll(port, &mut st.wcs) {
+                    Ok(n) => n,
+                    Err(e) => {
+                        outcome = outcome.and(Err(self.end.fail(e)));
+                        break;
+                    }
+                };
                 for i in 0..n {
                     let wc = st.wcs[i];
                     if wc.status != sys::WC_SUCCESS {
-                        return Err(self.end.failed(&wc));
+                        // Others may be told of a failure before the one that was its cause.
+                        let flushed = |b: sys::Wc| b.status == sys::WC_WR_FLUSH_ERR;
+                        if bad.is_none_or(flushed) {
+                            bad = Some(wc);
+                        }
+                        continue;
                     }
                     let (kind, lane, _, posted) = id::parts(wc.wr_id);
                     if kind == id::RECV {
-                        self.announced(st, u32::from_be(wc.imm_data))?;
-                        rails.post_receive(lane).map_err(|e| self.end.fail(e))?;
+                        let took = self.announced(st, u32::from_be(wc.imm_data));
+                        outcome = outcome.and(took);
+                        if outcome.is_ok() {
+                            outcome = rails.post_receive(lane).map_err(|e| self.end.fail(e));
+                        }
                     } else {
                         st.done = posted;
                     }
@@ -162,7 +177,10 @@ impl RecvConnection {
                 }
             }
         }
-        Ok(())
+        match bad {
+            Some(wc) => outcome.and(Err(self.end.failed(&wc))),
+            None => outcome,
+        }
     }
 
     #[inline]
@@ -369,9 +387,9 @@ impl End for RecvConnection {
                 "{}: memory was deregistered while receives into it were posted",
                 self.end.side.peer
             )));
-            self.end.rails.stop();
-            self.end.side.drain(deadline);
         }
+        // Receives that ended in an error may have copies or writes in flight.
+        self.end.settle(deadline);
         Ok(())
     }
 
@@ -382,6 +400,9 @@ impl End for RecvConnection {
         };
         let st = &mut *st;
         let trouble = self.progress(st);
+        if self.end.side.failed.get().is_some() {
+            self.end.halt();
+        }
         let outcome = match self.outcome(&st.requests[index]) {
             Ok(None) => match trouble {
                 Err(e) => Err(e),

@@ -58,8 +58,16 @@ impl PortOffer {
             .iter()
             .position(|b| *b == 0)
             .unwrap_or(self.name.len());
-        String::from_utf8_lossy(&self.name[..n]).into_owned()
+        printable(&self.name[..n])
     }
+}
+
+/// A peer's text as it may stand in a log: on one line.
+fn printable(text: &[u8]) -> String {
+    String::from_utf8_lossy(text)
+        .chars()
+        .map(|c| if c.is_control() { ' ' } else { c })
+        .collect()
 }
 
 /// A queue pair of one end.
@@ -265,11 +273,7 @@ impl Reply {
             2 => {
                 let text = &from[OFFER_LEN + MAX_QPS * 2..][..REASON];
                 let n = text.iter().position(|b| *b == 0).unwrap_or(REASON);
-                let text: String = String::from_utf8_lossy(&text[..n])
-                    .chars()
-                    .map(|c| if c.is_control() { ' ' } else { c })
-                    .collect();
-                Some(Reply::Refused(text))
+                Some(Reply::Refused(printable(&text[..n])))
             }
             _ => None,
         }
@@ -581,6 +585,16 @@ mod tests {
             done_of(&done_words(u64::MAX, done::TOO_LARGE, true)),
             Some((u64::MAX, done::TOO_LARGE, true))
         );
+    }
+
+    #[test]
+    fn a_peers_texts_stay_on_one_line() {
+        let mut o = offer();
+        o.ports[0].name = *b"a\nb\x1b[2Jc\xff\0\0\0\0\0\0\0";
+        let o = Offer::decode(&o.encode()).unwrap();
+        assert!(!o.ports[0].name().chars().any(char::is_control));
+        let r = Reply::decode(&Reply::Refused("x\ny\r".into()).encode());
+        assert_eq!(r, Some(Reply::Refused("x y ".into())));
     }
 
     #[test]
