@@ -120,7 +120,7 @@ impl Range {
 }
 
 /// Settings of RDMA.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Ib {
     /// `VCCL_IB_DISABLE`: no RDMA.
     pub disable: bool,

@@ -14,6 +14,8 @@ pub mod cuda;
 pub mod error;
 #[cfg(not(loom))]
 pub mod ffi;
+#[cfg(all(not(loom), any(test, feature = "fuzzing")))]
+pub mod fuzzing;
 #[cfg(not(loom))]
 pub mod gate;
 #[cfg(not(loom))]

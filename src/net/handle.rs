@@ -30,8 +30,8 @@ pub const HANDLE_LEN: usize = 128;
 
 const MAGIC: [u8; 4] = *b"vccl";
 const VERSION: u32 = 1;
-const CHECKED: usize = 112;
-const ATTEMPT: usize = 120;
+pub(crate) const CHECKED: usize = 112;
+pub(crate) const ATTEMPT: usize = 120;
 
 /// Where a process runs, as far as it decides whether others can reach it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -92,7 +92,7 @@ pub struct Rdma {
 }
 
 /// FNV-1a, 64 bits: finds damage, not malice. Strangers are kept out by the secret.
-fn checksum(bytes: &[u8]) -> u64 {
+pub(crate) fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| {
         (h ^ *b as u64).wrapping_mul(0x0100_0000_01b3)
     })
@@ -184,7 +184,7 @@ impl Handle {
             ports: from[104],
             infiniband: from[105] != 0,
         });
-        Ok(Handle {
+        let handle = Handle {
             tcp,
             data: from[73] != 0,
             rdma,
@@ -197,7 +197,16 @@ impl Handle {
                 boot: take(from, 48),
                 network: u64::from_le_bytes(take(from, 64)),
             },
-        })
+        };
+        // Nothing stands where nothing belongs, and each handle is written in one way.
+        let mut again = [0; HANDLE_LEN];
+        handle.encode(&mut again);
+        if again[..ATTEMPT] != from[..ATTEMPT] {
+            return Err(Error::invalid_argument(
+                "the handle has words in it that this vccl does not know: use the same library on all ranks",
+            ));
+        }
+        Ok(handle)
     }
 }
 
@@ -206,12 +215,12 @@ fn attempt_check(handle: &[u8; HANDLE_LEN], attempt: u32) -> u32 {
     checksum(&[sum, &attempt.to_le_bytes()].concat()) as u32
 }
 
-/// The attempt that this copy of a handle belongs to; `None` before the first call.
+/// The attempt that this copy of a handle belongs to, from 1 on; `None` before the first call.
 pub fn attempt(handle: &[u8; HANDLE_LEN]) -> Result<Option<u32>> {
     let word = |at: usize| u32::from_le_bytes(handle[at..at + 4].try_into().expect("4 bytes"));
     match (word(ATTEMPT), word(ATTEMPT + 4)) {
         (0, 0) => Ok(None),
-        (n, check) if check == attempt_check(handle, n) => Ok(Some(n)),
+        (n, check) if n > 0 && check == attempt_check(handle, n) => Ok(Some(n)),
         _ => Err(Error::invalid_argument(
             "the handle was damaged: pass the same memory to connect each time",
         )),
@@ -305,6 +314,45 @@ mod tests {
             bad[cut..].fill(0);
             assert!(Handle::decode(&bad).is_err(), "cut at {cut}");
         }
+    }
+
+    #[test]
+    fn what_no_handle_says_is_refused() {
+        let with = |h: Handle, at: usize, byte: u8| {
+            let mut bytes = [0; HANDLE_LEN];
+            h.encode(&mut bytes);
+            bytes[at] = byte;
+            let sum = checksum(&bytes[..CHECKED]);
+            bytes[CHECKED..ATTEMPT].copy_from_slice(&sum.to_le_bytes());
+            Handle::decode(&bytes)
+        };
+        let h = handle();
+        let bare = Handle {
+            tcp: None,
+            rdma: None,
+            data: false,
+            ..h
+        };
+        assert_eq!(with(h, 73, 1).unwrap(), h);
+        for (h, at, byte) in [
+            (h, 73, 2),     // whether it is for data
+            (h, 80, 1),     // behind an IPv4 address
+            (h, 95, 1),     // its scope
+            (h, 105, 2),    // whether it is InfiniBand
+            (h, 106, 1),    // free
+            (h, 111, 0x80), // free
+            (bare, 74, 1),  // a port without an address
+            (bare, 96, 1),  // a listener without one
+            (bare, 105, 1), // InfiniBand without a port
+        ] {
+            let e = with(h, at, byte).unwrap_err();
+            assert!(e.text().contains("does not know"), "byte {at}: {e}");
+        }
+        // 0 is no attempt, even with its check.
+        let mut bytes = [0; HANDLE_LEN];
+        h.encode(&mut bytes);
+        set_attempt(&mut bytes, Some(0));
+        assert!(attempt(&bytes).is_err());
     }
 
     proptest! {

@@ -2,7 +2,7 @@
 //! connections, registered memory, requests.
 
 mod devices;
-mod handle;
+pub(crate) mod handle;
 
 use std::collections::HashMap;
 use std::ffi::{c_int, CString};

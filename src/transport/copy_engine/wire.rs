@@ -12,7 +12,7 @@ pub const MAX_PACKET: usize = 8 << 10;
 pub const MAX_FDS: usize = 64;
 
 /// Bytes of text that travel in a refusal.
-const MAX_TEXT: usize = 1024;
+pub(crate) const MAX_TEXT: usize = 1024;
 
 /// Names a process for its life. 128 random bits.
 pub type Nonce = [u8; 16];
@@ -204,6 +204,7 @@ impl Writer {
         self
     }
     fn text(&mut self, v: &str) -> &mut Self {
+        let v = v.replace(char::is_control, " ");
         let mut end = v.len().min(MAX_TEXT);
         while !v.is_char_boundary(end) {
             end -= 1;
@@ -234,7 +235,9 @@ impl<'a> Reader<'a> {
         if n > MAX_TEXT {
             return None;
         }
-        Some(String::from_utf8_lossy(self.take(n)?).into_owned())
+        let text = std::str::from_utf8(self.take(n)?).ok()?;
+        // People read it in a log.
+        (!text.contains(char::is_control)).then(|| text.to_string())
     }
 }
 
@@ -482,7 +485,7 @@ mod tests {
     fn message() -> impl Strategy<Value = Message> {
         let conn = any::<u64>();
         let region = any::<u32>();
-        let text = ".{0,200}";
+        let text = "\\PC{0,200}";
         prop_oneof![
             (any::<u32>(), any::<Nonce>(), any::<Nonce>()).prop_map(|(version, target, source)| {
                 Message::Hello {
@@ -571,5 +574,34 @@ mod tests {
             panic!()
         };
         assert_eq!(text, "é".repeat(512));
+    }
+
+    #[test]
+    fn texts_are_fit_for_a_log() {
+        let packet = |text: &[u8]| {
+            let mut w = Writer(Vec::new());
+            w.u32(3).u32(text.len() as u32).bytes(text);
+            w.0
+        };
+        assert!(Message::decode(&packet("é".as_bytes())).is_some());
+        // No UTF-8 (which grows threefold where it is replaced), ends of lines, what steers a terminal.
+        for bad in [
+            &[0xff; MAX_TEXT][..],
+            b"\xc3",
+            b"a\nb",
+            b"\x1b[2J",
+            "\u{9b}".as_bytes(),
+        ] {
+            assert_eq!(Message::decode(&packet(bad)), None, "{bad:?}");
+        }
+        // What is ours is made so.
+        let m = Message::Refused {
+            text: "a\n\u{9b}b".into(),
+        };
+        let text = "a  b".into();
+        assert_eq!(
+            Message::decode(&m.encode()),
+            Some(Message::Refused { text })
+        );
     }
 }

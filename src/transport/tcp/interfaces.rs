@@ -34,7 +34,7 @@ impl Filter {
                 '^' => exclude = true,
                 _ => exact = true,
             }
-            rest = &rest[1..];
+            rest = rest[1..].trim_start();
         }
         let names = rest
             .split(',')
@@ -166,6 +166,10 @@ mod tests {
         assert!(!allows("^docker,lo", "docker0") && allows("^docker,lo", "eth0"));
         assert!(allows("^=eth1", "eth11") && !allows("^=eth1", "eth1"));
         assert!(allows("eth0, ib0", "ib0") && allows("", "any"));
+        // Blanks do not matter, as in the list of RDMA devices.
+        for f in ["^ =eth1", " ^=eth1", "^= eth1 ", "= ^ eth1,"] {
+            assert!(allows(f, "eth11") && !allows(f, "eth1"), "{f:?}");
+        }
     }
 
     #[test]

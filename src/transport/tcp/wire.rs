@@ -21,7 +21,7 @@ pub const FRAME_LEN: usize = 32;
 /// Number of a connection's first receive: near the wrap, so that every connection that lives goes through it.
 pub const FIRST: u32 = u32::MAX - 255;
 
-const HELLO_MAGIC: [u8; 8] = *b"vcclTCP2";
+pub(crate) const HELLO_MAGIC: [u8; 8] = *b"vcclTCP2";
 const ANSWER_MAGIC: [u8; 4] = *b"vans";
 
 fn take<const N: usize>(from: &[u8], at: usize) -> [u8; N] {

@@ -19,8 +19,8 @@ pub const MAX_GIDS: usize = 8;
 /// Receives that may be posted at a time: slots of the ring of descriptors.
 pub const RING: usize = 64;
 
-const OFFER_MAGIC: [u8; 8] = *b"vcclIBo1";
-const REPLY_MAGIC: [u8; 8] = *b"vcclIBr1";
+pub(crate) const OFFER_MAGIC: [u8; 8] = *b"vcclIBo1";
+pub(crate) const REPLY_MAGIC: [u8; 8] = *b"vcclIBr1";
 /// The connector's word that the way has been proved.
 pub const GO: [u8; 8] = *b"vcclIBgo";
 
@@ -58,16 +58,13 @@ impl PortOffer {
             .iter()
             .position(|b| *b == 0)
             .unwrap_or(self.name.len());
-        printable(&self.name[..n])
+        plain(&self.name[..n])
     }
 }
 
-/// A peer's text as it may stand in a log: on one line.
-fn printable(text: &[u8]) -> String {
-    String::from_utf8_lossy(text)
-        .chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect()
+/// What a peer says to people, without what steers their terminals.
+fn plain(text: &[u8]) -> String {
+    String::from_utf8_lossy(text).replace(char::is_control, " ")
 }
 
 /// A queue pair of one end.
@@ -85,7 +82,7 @@ const OFFER_HEAD: usize = 32;
 /// Bytes of an [`Offer`].
 pub const OFFER_LEN: usize = OFFER_HEAD + MAX_PORTS * PORT_LEN + MAX_QPS * 8;
 /// Bytes of the reason in a [`Reply`].
-const REASON: usize = 256;
+pub(crate) const REASON: usize = 256;
 /// Bytes of a [`Reply`].
 pub const REPLY_LEN: usize = OFFER_LEN + MAX_QPS * 2 + REASON + 8;
 
@@ -181,13 +178,25 @@ impl Offer {
         if qps.iter().any(|q| q.number >> 24 != 0 || q.psn >> 24 != 0) {
             return None;
         }
-        Some(Offer {
+        let offer = Offer {
             block: u64::from_le_bytes(take(from, 8)),
             ports,
             qps,
             infiniband: from[18] == 1,
             traffic_class: from[19],
-        })
+        };
+        let known = |g: &GidEntry| match offer.infiniband {
+            true => g.version == 0,
+            false => g.version == 1 || g.version == 2,
+        };
+        let good = offer.ports.iter().all(|p| {
+            let (used, free) = p.gids.split_at(p.n_gids.into());
+            used.iter().all(known) && free.iter().all(|g| *g == GidEntry::default())
+        });
+        // Nothing stands where nothing belongs: each offer is written in one way.
+        let mut again = [0; OFFER_LEN];
+        offer.put(&mut again, magic);
+        (good && again == *from).then_some(offer)
     }
 
     /// Writes the connector's.
@@ -243,6 +252,7 @@ impl Reply {
             }
             Reply::Refused(why) => {
                 to[..8].copy_from_slice(&REPLY_MAGIC);
+                let why = why.replace(char::is_control, " ");
                 let mut n = why.len().min(REASON);
                 while !why.is_char_boundary(n) {
                     n -= 1;
@@ -259,7 +269,7 @@ impl Reply {
         if from[..8] != REPLY_MAGIC {
             return None;
         }
-        match from[REPLY_LEN - 8] {
+        let reply = match from[REPLY_LEN - 8] {
             1 => {
                 let offer = Offer::get(&take(from, 0), REPLY_MAGIC)?;
                 let gids = (0..offer.qps.len())
@@ -268,15 +278,16 @@ impl Reply {
                         listener: from[OFFER_LEN + 2 * i + 1],
                     })
                     .collect();
-                Some(Reply::Ready { offer, gids })
+                Reply::Ready { offer, gids }
             }
             2 => {
                 let text = &from[OFFER_LEN + MAX_QPS * 2..][..REASON];
                 let n = text.iter().position(|b| *b == 0).unwrap_or(REASON);
-                Some(Reply::Refused(printable(&text[..n])))
+                Reply::Refused(std::str::from_utf8(&text[..n]).ok()?.to_string())
             }
-            _ => None,
-        }
+            _ => return None,
+        };
+        (*reply.encode() == *from).then_some(reply)
     }
 }
 
@@ -327,7 +338,7 @@ impl Descriptor {
     /// Reads number `seq`; `None`: it is not there, or not whole yet.
     #[inline]
     pub fn of(w: &[u32; DESCRIPTOR_WORDS], seq: u32) -> Option<Descriptor> {
-        if w[10] != seq || w[11] != check(&w[..11]) {
+        if w[10] != seq || w[11] != check(&w[..11]) || w[9] > LARGE as u32 {
             return None;
         }
         Some(Descriptor {
@@ -336,7 +347,7 @@ impl Descriptor {
             addr: u64::from(w[1]) << 32 | u64::from(w[0]),
             capacity: u64::from(w[3]) << 32 | u64::from(w[2]),
             rkeys: [w[4], w[5], w[6], w[7]],
-            chunk: w[9].min(LARGE as u32),
+            chunk: w[9],
         })
     }
 }
@@ -344,7 +355,7 @@ impl Descriptor {
 /// Tells a whole descriptor from one of which only a part has been placed: the order in which a device places
 /// the bytes of one write is its own.
 #[inline]
-fn check(words: &[u32]) -> u32 {
+pub(crate) fn check(words: &[u32]) -> u32 {
     words.iter().fold(0x9e37_79b9, |h, w| {
         (h ^ w).rotate_left(5).wrapping_mul(0x0100_0193)
     })
@@ -526,7 +537,7 @@ mod tests {
         let mut gids = [GidEntry::default(); MAX_GIDS];
         gids[0] = GidEntry {
             gid: Gid([7; 16]),
-            version: 2,
+            version: 0,
         };
         let port = PortOffer {
             lid: 5,
@@ -640,6 +651,78 @@ mod tests {
         bytes[16] = MAX_PORTS as u8 + 1;
         assert_eq!(Offer::decode(&bytes), None);
         assert_eq!(Reply::decode(&[0; REPLY_LEN]), None);
+    }
+
+    #[test]
+    fn what_stands_where_nothing_belongs_is_refused() {
+        let o = offer();
+        let good = o.encode();
+        let port = OFFER_HEAD + PORT_LEN;
+        let qps = OFFER_HEAD + MAX_PORTS * PORT_LEN;
+        for (what, at, byte) in [
+            ("the head's free bytes", 20, 1),
+            ("the head's last", OFFER_HEAD - 1, 1),
+            ("a GID that is not offered", port + 24 + 17, 1),
+            ("its version", port + 24 + 7 * 17 + 16, 1),
+            ("a version that InfiniBand has not", port + 24 + 16, 1),
+            ("a port too many", OFFER_HEAD + 2 * PORT_LEN, 1),
+            ("a queue pair too many", qps + 3 * 8, 1),
+            ("the last of them", OFFER_LEN - 1, 1),
+        ] {
+            let mut bytes = good.clone();
+            bytes[at] = byte;
+            assert_eq!(Offer::decode(&bytes), None, "{what}");
+        }
+        let mut roce = o.clone();
+        roce.infiniband = false;
+        for (version, allowed) in [(0, false), (1, true), (2, true), (3, false)] {
+            roce.ports
+                .iter_mut()
+                .for_each(|p| p.gids[0].version = version);
+            assert_eq!(
+                Offer::decode(&roce.encode()).is_some(),
+                allowed,
+                "{version}"
+            );
+        }
+        let ready = Reply::Ready {
+            gids: vec![GidPair::default(); o.qps.len()],
+            offer: o,
+        };
+        let refused = Reply::Refused("no".into());
+        let reason = OFFER_LEN + MAX_QPS * 2;
+        for (reply, at, byte) in [
+            (&ready, OFFER_LEN + 2 * 3, 1),
+            (&ready, reason, b'x'),
+            (&ready, REPLY_LEN - 1, 1),
+            (&refused, 8, 1),
+            (&refused, OFFER_LEN, 1),
+            (&refused, reason, b'\n'),
+            (&refused, reason, 0xff),
+            (&refused, reason + 3, b'x'),
+            (&refused, REPLY_LEN - 7, 1),
+        ] {
+            let mut bytes = reply.encode();
+            assert_eq!(Reply::decode(&bytes).as_ref(), Some(reply));
+            bytes[at] = byte;
+            assert_eq!(Reply::decode(&bytes), None, "byte {at} of {reply:?}");
+        }
+        // What is ours is made fit for a log, and so is a name.
+        let ours = Reply::Refused("a\nb\u{9b}".into());
+        let plain = Reply::Refused("a b ".into());
+        assert_eq!(Reply::decode(&ours.encode()), Some(plain));
+        let p = PortOffer {
+            name: *b"a\x1b[2J\n\0\0\0\0\0\0\0\0\0\0",
+            ..PortOffer::default()
+        };
+        assert_eq!(p.name(), "a [2J ");
+        // Chunks of a size that nobody has.
+        let mut w = Descriptor::default().words();
+        for bits in [LARGE as u32 + 1, 1 << 31, u32::MAX] {
+            w[9] = bits;
+            w[11] = check(&w[..11]);
+            assert_eq!(Descriptor::of(&w, 0), None, "{bits}");
+        }
     }
 
     proptest! {
