@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ const MAX_PENDING: usize = 4096;
 /// open, one by one, take long.
 const FILES: u64 = 1 << 20;
 /// How long a closed sending end may take until its peer has read all.
-const LINGER: Duration = Duration::from_secs(30);
+pub const LINGER: Duration = Duration::from_secs(30);
 
 /// How long what is kept for peers is kept beyond the thread's end: a device's acknowledgements take less.
 const KEEP: Duration = Duration::from_millis(100);
@@ -88,8 +88,22 @@ pub trait Kept: Send + std::fmt::Debug {}
 #[derive(Debug)]
 struct Watched {
     socket: Arc<TcpStream>,
-    ended: Arc<AtomicBool>,
+    ended: Arc<AtomicU8>,
+    said: AtomicBool,
 }
+
+/// What is known of a watched socket's peer.
+pub mod end {
+    /// It is there.
+    pub const NONE: u8 = 0;
+    /// It died, or gave up.
+    pub const ENDED: u8 = 1;
+    /// It has closed, and said so ([`super::BYE`]).
+    pub const IN_ORDER: u8 = 2;
+}
+
+/// What is said on a watched socket before it is closed in order.
+pub const BYE: u8 = b'.';
 
 /// The listener of this process, while anybody uses it.
 #[derive(Debug)]
@@ -214,12 +228,13 @@ impl Service {
         let _ = self.inner.wake.write(1);
     }
 
-    /// From now on the returned flag tells whether the socket's peer has closed or died.
-    pub fn watch(&self, socket: &Arc<TcpStream>) -> Arc<AtomicBool> {
-        let ended = Arc::new(AtomicBool::new(false));
+    /// From now on the returned word tells whether the socket's peer has closed or died: one of [`end`].
+    pub fn watch(&self, socket: &Arc<TcpStream>) -> Arc<AtomicU8> {
+        let ended = Arc::new(AtomicU8::new(end::NONE));
         lock(&self.inner.watched).push(Watched {
             socket: socket.clone(),
             ended: ended.clone(),
+            said: AtomicBool::new(false),
         });
         let _ = self.inner.wake.write(1);
         ended
@@ -297,9 +312,13 @@ impl Guests {
             self.watched.append(&mut lock(&self.inner.watched));
             self.watched.retain(|w| {
                 let unwanted = Arc::strong_count(&w.ended) == 1;
-                let ended = !unwanted && !reads_on(&w.socket);
+                let ended = !unwanted && !reads_on_for(&w.socket, &w.said);
                 if ended {
-                    w.ended.store(true, Ordering::Release);
+                    let how = match w.said.load(Ordering::Relaxed) {
+                        true => end::IN_ORDER,
+                        false => end::ENDED,
+                    };
+                    w.ended.store(how, Ordering::Release);
                 }
                 !unwanted && !ended
             });
@@ -514,12 +533,17 @@ fn is_unsent(s: &TcpStream) -> bool {
 }
 
 /// Whether a lingering socket's peer has still not closed.
-fn reads_on(mut s: &TcpStream) -> bool {
+fn reads_on(s: &TcpStream) -> bool {
+    reads_on_for(s, &AtomicBool::new(false))
+}
+
+/// The same, for a socket on which nothing but a last word is said; `said`: it was.
+fn reads_on_for(mut s: &TcpStream, said: &AtomicBool) -> bool {
     let mut bytes = [0; 4096];
     loop {
         match s.read(&mut bytes) {
             Ok(0) => return false,
-            Ok(_) => {}
+            Ok(n) => said.store(bytes[..n] == [BYE], Ordering::Relaxed),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return e.kind() == ErrorKind::WouldBlock,
         }

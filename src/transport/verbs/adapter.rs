@@ -62,7 +62,8 @@ pub struct Adapter {
     // Before the context, which the thread reads.
     _events: Events,
     watches: Watches,
-    regions: Mutex<HashMap<(u64, u64), Weak<Mr>>>,
+    /// By first and last page, and access.
+    regions: Mutex<HashMap<(u64, u64, u32), Weak<Mr>>>,
     gpus: Mutex<HashMap<i32, std::result::Result<How, String>>>,
     pd: Arc<Pd>,
     context: Arc<Context>,
@@ -130,26 +131,22 @@ impl Adapter {
         });
     }
 
-    /// Registers the pages of `[addr, addr + len)` for local and remote writes, once for all who ask.
+    /// Registers the pages of `[addr, addr + len)` for that `sys::ACCESS_*`, once for all who ask.
     ///
     /// # Safety
     /// As for [`Pd::reg_mr`], as long as anybody holds the region.
-    pub unsafe fn register(&self, addr: u64, len: u64, relaxed: bool) -> Result<Arc<Mr>> {
-        let relaxed = match relaxed {
-            true => sys::ACCESS_RELAXED_ORDERING,
-            false => 0,
-        };
-        let by_address = |from: u64, len: u64, access: u32| {
+    pub unsafe fn register(&self, addr: u64, len: u64, access: u32) -> Result<Arc<Mr>> {
+        let by_address = |from: u64, len: u64| {
             let pd = &self.pd;
             // SAFETY: the caller's promise; the rest of the first and last page is only in reach of peers that
             // prove to hold a handle of ours, and they write where they were told to.
-            unsafe { pd.reg_mr(from as *mut u8, len as usize, access | relaxed) }
+            unsafe { pd.reg_mr(from as *mut u8, len as usize, access) }
         };
         // SAFETY: as above.
-        unsafe { self.register_by(addr, len, by_address) }
+        unsafe { self.register_by(addr, len, access, by_address) }
     }
 
-    /// The same, where `by` registers pages: from, length, access.
+    /// The same, where `by` registers pages: from, length.
     ///
     /// # Safety
     /// As for [`Pd::reg_mr`], as long as anybody holds the region.
@@ -157,7 +154,8 @@ impl Adapter {
         &self,
         addr: u64,
         len: u64,
-        by: impl FnOnce(u64, u64, u32) -> Result<Mr>,
+        access: u32,
+        by: impl FnOnce(u64, u64) -> Result<Mr>,
     ) -> Result<Arc<Mr>> {
         const PAGE: u64 = 4096;
         let from = addr & !(PAGE - 1);
@@ -168,13 +166,13 @@ impl Adapter {
                 Error::invalid_argument(format!("{len} bytes at {addr:#x} are no region"))
             })?;
         let mut regions = lock(&self.regions);
-        if let Some(mr) = regions.get(&(from, to)).and_then(Weak::upgrade) {
+        let key = (from, to, access);
+        if let Some(mr) = regions.get(&key).and_then(Weak::upgrade) {
             return Ok(mr);
         }
-        let access = sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE | sys::ACCESS_REMOTE_READ;
-        let mr = Arc::new(by(from, to - from, access)?);
+        let mr = Arc::new(by(from, to - from)?);
         regions.retain(|_, m| m.strong_count() > 0);
-        regions.insert((from, to), Arc::downgrade(&mr));
+        regions.insert(key, Arc::downgrade(&mr));
         Ok(mr)
     }
 
@@ -268,19 +266,27 @@ fn run(context: &Context, watches: &Watches, stop: &EventFd) {
         }) {
             Ok(()) | Err(nix::errno::Errno::EINTR) => {}
             Err(e) => {
-                log::warn!("{}: events cannot be read: {}", context.name(), e.desc());
-                return;
+                return blind(context, watches, e.desc());
             }
         }
         loop {
             match context.async_event() {
                 Ok(Some(event)) => handle(context, watches, event),
                 Ok(None) => break,
-                Err(e) => {
-                    log::warn!("{e}");
-                    return;
-                }
+                Err(e) => return blind(context, watches, e.text()),
             }
+        }
+    }
+}
+
+/// Nothing more can be known of the device: whoever uses it must not wait for it.
+#[cold]
+fn blind(context: &Context, watches: &Watches, why: &str) {
+    let text = format!("{}: its events cannot be read: {why}", context.name());
+    log::warn!("{text}");
+    for w in lock(watches).iter() {
+        if let Some(health) = w.health.upgrade() {
+            health.fail(Error::new(crate::error::ResultCode::SYSTEM, text.clone()));
         }
     }
 }

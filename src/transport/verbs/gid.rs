@@ -101,8 +101,9 @@ fn common(a: &Gid, b: &Gid) -> u32 {
 /// family, not link-local where that can be had, and in the smallest common subnet.
 pub fn choose(a: &PortOffer, b: &PortOffer, ipv6: bool) -> Option<(u8, u8)> {
     let (of_a, of_b) = (&a.gids[..a.n_gids as usize], &b.gids[..b.n_gids as usize]);
-    if let ([_], [_]) = (of_a, of_b) {
-        return Some((0, 0));
+    if let ([x], [y]) = (of_a, of_b) {
+        // Somebody named them: so be it, if they speak the same.
+        return (x.version == y.version).then_some((0, 0));
     }
     let mut best = None;
     for (i, x) in of_a.iter().enumerate() {

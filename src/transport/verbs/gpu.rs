@@ -31,6 +31,8 @@ pub enum Flush {
     Driver,
 }
 
+/// What is written to.
+const TO: u32 = sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE;
 /// Bytes of the test.
 const LEN: usize = 64 << 10;
 /// How long each of its writes may take.
@@ -86,11 +88,11 @@ pub unsafe fn register(
     how: How,
     addr: u64,
     len: u64,
-    relaxed: bool,
+    access: u32,
 ) -> Result<Arc<Mr>> {
     match how {
         // SAFETY: the caller's promise.
-        How::Address => unsafe { adapter.register(addr, len, relaxed) },
+        How::Address => unsafe { adapter.register(addr, len, access) },
         How::DmaBuf => {
             let export = |at: u64, len: u64| {
                 let driver = driver().map_err(Error::invalid_usage)?;
@@ -98,15 +100,9 @@ pub unsafe fn register(
             };
             // SAFETY: the caller's promise.
             unsafe {
-                adapter.register_by(addr, len, |from, len, access| {
+                adapter.register_by(addr, len, access, |from, len| {
                     let file = export(from, len)?;
                     let pd = adapter.pd();
-                    let access = access
-                        | if relaxed {
-                            sys::ACCESS_RELAXED_ORDERING
-                        } else {
-                            0
-                        };
                     pd.reg_dmabuf_mr(file.as_fd(), 0, len as usize, from, access)
                 })
             }
@@ -137,7 +133,7 @@ pub fn probe(
 /// Writes to the GPU's memory and back over a connection of the port with itself.
 fn moves(adapter: &Adapter, port: &Port, memory: &Memory, how: How, ib: &Ib) -> Result<()> {
     // SAFETY: the memory is there for this, and outlives its registration.
-    let gpu = unsafe { register(adapter, how, memory.at, LEN as u64, false) }?;
+    let gpu = unsafe { register(adapter, how, memory.at, LEN as u64, TO) }?;
     let ports = [port.clone()];
     let mut out = Rails::new(&ports, 1, 1, true, 0, ib)?;
     let mut back = Rails::new(&ports, 1, 1, false, 0, ib)?;
@@ -150,8 +146,8 @@ fn moves(adapter: &Adapter, port: &Port, memory: &Memory, how: How, ib: &Ib) -> 
     // SAFETY: both vectors outlive their registrations, and are looked at when nothing is under way.
     let (source, target) = unsafe {
         (
-            adapter.register(from.as_mut_ptr() as u64, LEN as u64, false)?,
-            adapter.register(to.as_mut_ptr() as u64, LEN as u64, false)?,
+            adapter.register(from.as_mut_ptr() as u64, LEN as u64, 0)?,
+            adapter.register(to.as_mut_ptr() as u64, LEN as u64, TO)?,
         )
     };
     let write = |addr: u64, lkey, to: u64, rkey| -> Result<()> {

@@ -15,7 +15,7 @@ pub mod wire;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ use self::wire::{Offer, Reply, GO, MAX_PORTS, OFFER_LEN, REPLY_LEN};
 use super::copy_engine::engine::Gpu;
 use super::copy_engine::memory::classify;
 use super::staging::CHUNKS;
-use super::tcp::service::{Kept, Service};
+use super::tcp::service::{end, Kept, Service, BYE, LINGER};
 use super::tcp::wire::purpose;
 use super::tcp::{self, Side};
 use super::{Memory, Region};
@@ -71,11 +71,11 @@ impl Keys {
 
     /// # Safety
     /// As for [`adapter::Adapter::register`].
-    unsafe fn register(rails: &Rails, addr: u64, len: u64, relaxed: bool) -> Result<Keys> {
+    unsafe fn register(rails: &Rails, addr: u64, len: u64, access: u32) -> Result<Keys> {
         let mut keys = Keys::none();
         for (a, _) in rails.adapters() {
             // SAFETY: the caller's promise.
-            keys.add(unsafe { a.register(addr, len, relaxed) }?);
+            keys.add(unsafe { a.register(addr, len, access) }?);
         }
         Ok(keys)
     }
@@ -89,6 +89,7 @@ impl Keys {
         ordinal: i32,
         addr: u64,
         len: u64,
+        access: u32,
         ib: &Ib,
     ) -> std::result::Result<Keys, String> {
         let mut keys = Keys::none();
@@ -96,7 +97,7 @@ impl Keys {
         for (a, port) in rails.adapters() {
             let how = a.reach(port, ordinal, ib)?;
             // SAFETY: the caller's promise.
-            let mr = unsafe { gpu::register(a, how, addr, len, ib.relaxed_ordering) };
+            let mr = unsafe { gpu::register(a, how, addr, len, access) };
             keys.add(mr.map_err(|e| e.text().to_string())?);
         }
         Ok(keys)
@@ -132,7 +133,8 @@ struct End {
     chunks: OnceLock<Keys>,
     side: Side,
     socket: Arc<TcpStream>,
-    ended: Arc<AtomicBool>,
+    sends: bool,
+    ended: Arc<AtomicU8>,
     ended_at: OnceLock<Instant>,
     /// That whose memory the devices reach.
     gpu: OnceLock<Gpu>,
@@ -140,7 +142,13 @@ struct End {
 }
 
 impl End {
-    fn new(service: Arc<Service>, socket: TcpStream, rails: Rails, peer: String) -> End {
+    fn new(
+        service: Arc<Service>,
+        socket: TcpStream,
+        rails: Rails,
+        sends: bool,
+        peer: String,
+    ) -> End {
         let socket = Arc::new(socket);
         let ended = service.watch(&socket);
         End {
@@ -148,6 +156,7 @@ impl End {
             chunks: OnceLock::new(),
             side: Side::new(service, peer),
             socket,
+            sends,
             ended,
             ended_at: OnceLock::new(),
             gpu: OnceLock::new(),
@@ -159,7 +168,7 @@ impl End {
     /// way.
     #[inline]
     fn trouble(&self, grace: Duration) -> Option<Error> {
-        match self.ended.load(Ordering::Acquire) || self.rails.health.is_bad() {
+        match self.ended.load(Ordering::Acquire) != end::NONE || self.rails.health.is_bad() {
             false => None,
             true => self.ending(grace),
         }
@@ -171,6 +180,11 @@ impl End {
             return Some(why.context(&self.side.peer));
         }
         let since = self.ended_at.get_or_init(Instant::now);
+        // Who closed in order keeps its queue pairs until we close too.
+        let grace = match self.ended.load(Ordering::Acquire) {
+            end::IN_ORDER if !grace.is_zero() => LINGER,
+            _ => grace,
+        };
         (since.elapsed() >= grace).then(|| {
             Error::remote(format!(
                 "{}: the connection is gone: it has ended, or closed its side",
@@ -216,12 +230,17 @@ impl End {
     fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
         let memory = classify(addr, len, cuda).map_err(|e| e.context(&self.side.peer))?;
         let ib = &config::current().ib;
+        let relaxed = match ib.relaxed_ordering {
+            true => sys::ACCESS_RELAXED_ORDERING,
+            false => 0,
+        };
+        let access = self.access() | relaxed;
         // SAFETY, of both: NCCL's memory stays until it is deregistered, and only its messages touch it.
         let keys = match memory {
             Memory::Device(_) if !ib.gpu_direct => None,
             Memory::Device(ordinal) => {
                 // SAFETY: see above.
-                match unsafe { Keys::register_gpu(&self.rails, ordinal, addr, len, ib) } {
+                match unsafe { Keys::register_gpu(&self.rails, ordinal, addr, len, access, ib) } {
                     Ok(keys) => {
                         if self.gpu.get().is_none() {
                             let _ = self.gpu.set(Gpu::of_device(ordinal)?);
@@ -235,9 +254,8 @@ impl End {
                 }
             }
             _ => {
-                let relaxed = ib.relaxed_ordering;
                 // SAFETY: see above.
-                let keys = unsafe { Keys::register(&self.rails, addr, len, relaxed) };
+                let keys = unsafe { Keys::register(&self.rails, addr, len, access) };
                 Some(keys.map_err(|e| e.context(&self.side.peer))?)
             }
         };
@@ -254,6 +272,14 @@ impl End {
                 id: self.side.regions.fetch_add(1, Ordering::Relaxed),
                 keys: Some(Box::new(keys)),
             }),
+        }
+    }
+
+    /// What the devices may do with memory of this end: what is only sent may be read-only.
+    fn access(&self) -> u32 {
+        match self.sends {
+            true => 0,
+            false => sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE,
         }
     }
 
@@ -274,7 +300,7 @@ impl End {
         };
         let len = (CHUNKS * staging.chunk()) as u64;
         // SAFETY: the chunks are there for this, and live as long as the queue pairs.
-        let keys = unsafe { Keys::register(&self.rails, staging.host(0), len, false) }
+        let keys = unsafe { Keys::register(&self.rails, staging.host(0), len, self.access()) }
             .map_err(|e| e.context(&self.side.peer))?;
         let _ = self.chunks.set(keys);
         Ok(())
@@ -291,6 +317,8 @@ impl End {
     /// Says that this end is closed. `linger`: the peer may wait for acknowledgements from this end's device.
     fn close(&self, linger: bool) {
         if linger && self.side.failed.get().is_none() {
+            // In order: see `end::IN_ORDER`.
+            let _ = say(&self.socket, &[BYE]);
             self.side
                 .service
                 .keep(self.socket.clone(), Box::new(Lingering(self.rails.clone())));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::rails::{id, Rails, CONTROL_DEPTH};
 use super::send::next;
-use super::wire::{done, done_of, load, offset, Descriptor, Imm, DESCRIPTOR_LEN, RING};
+use super::wire::{done, done_of, load, offset, Descriptor, Imm, DESCRIPTOR_LEN, FIRST, RING};
 use super::End as VerbsEnd;
 use crate::error::{Error, Result};
 use crate::gate::Gate;
@@ -110,11 +110,11 @@ impl RecvConnection {
         peer: String,
     ) -> RecvConnection {
         RecvConnection {
-            end: VerbsEnd::new(service, socket, rails, peer),
+            end: VerbsEnd::new(service, socket, rails, false, peer),
             gate: Gate::new(State {
                 requests: [Request::default(); RING],
                 by_slot: [NOBODY; RING],
-                next: 1,
+                next: FIRST,
                 posted: 0,
                 done: 0,
                 chunks: [Chunk::default(); CHUNKS],
@@ -302,7 +302,7 @@ impl RecvConnection {
             block.source_word.store(st.freed.into(), Ordering::Release);
             st.told = st.freed;
             let source = &raw const block.source_word as u64;
-            self.control(st, source, 8, offset::CREDITS)?;
+            self.control(st, source, 8, offset::credits(st.freed))?;
         }
         Ok(())
     }

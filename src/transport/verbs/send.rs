@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use super::rails::{id, Rails, Write, SEND_DEPTH};
 use super::wire::{
-    done, done_words, load, offset, Descriptor, Imm, DESCRIPTOR_WORDS, MAX_PORTS, RING, SHORT,
+    done, done_words, load, offset, Descriptor, Imm, DESCRIPTOR_WORDS, FIRST, MAX_PORTS, RING,
+    SHORT,
 };
 use super::{End as VerbsEnd, Routing};
 use crate::error::{Error, Result};
@@ -124,6 +125,8 @@ struct State {
     send: usize,
     /// The receiver's chunks that were used since the start.
     used: u32,
+    /// Those of them that it has freed, as far as we know.
+    freed: u32,
     posts: VecDeque<Descriptor>,
     /// Number of the next descriptor.
     next: u32,
@@ -152,7 +155,7 @@ impl SendConnection {
     ) -> SendConnection {
         let counts = vec![Count::default(); rails.lanes().len()].into_boxed_slice();
         SendConnection {
-            end: VerbsEnd::new(service, socket, rails, peer),
+            end: VerbsEnd::new(service, socket, rails, true, peer),
             routing,
             gate: Gate::new(State {
                 counts,
@@ -165,8 +168,9 @@ impl SendConnection {
                 fill: 0,
                 send: 0,
                 used: 0,
+                freed: 0,
                 posts: VecDeque::with_capacity(RING),
-                next: 1,
+                next: FIRST,
                 idle: 0,
                 over: false,
                 wcs: [sys::Wc::default(); BATCH],
@@ -494,9 +498,17 @@ impl SendConnection {
     ) -> Result<bool> {
         let rails = &self.end.rails;
         while m.posted < m.total {
-            let freed = rails.block().credits.load(Ordering::Acquire) as u32;
+            if st.used.wrapping_sub(st.freed) as usize >= CHUNKS {
+                // A device may place the counts in any order: the newest counts.
+                for c in &rails.block().credits {
+                    let freed = c.load(Ordering::Acquire) as u32;
+                    if freed.wrapping_sub(st.freed) as i32 > 0 {
+                        st.freed = freed;
+                    }
+                }
+            }
             let lane = st.turn;
-            if st.used.wrapping_sub(freed) as usize >= CHUNKS || !Self::has_room(st, lane) {
+            if st.used.wrapping_sub(st.freed) as usize >= CHUNKS || !Self::has_room(st, lane) {
                 return Ok(false);
             }
             let l = &rails.lanes()[lane];

@@ -19,6 +19,9 @@ pub const MAX_GIDS: usize = 8;
 /// Receives that may be posted at a time: slots of the ring of descriptors.
 pub const RING: usize = 64;
 
+/// Number of the first receive: soon before the numbers go round, so that this is nothing rare.
+pub const FIRST: u32 = u32::MAX - 99;
+
 pub(crate) const OFFER_MAGIC: [u8; 8] = *b"vcclIBo1";
 pub(crate) const REPLY_MAGIC: [u8; 8] = *b"vcclIBr1";
 /// The connector's word that the way has been proved.
@@ -294,7 +297,7 @@ impl Reply {
 /// A posted receive.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Descriptor {
-    /// Its number: one more than that of the one before; the first is 1.
+    /// Its number: one more than that of the one before, 0 left out; the first is [`FIRST`].
     pub seq: u32,
     /// NCCL's tag.
     pub tag: u32,
@@ -401,8 +404,9 @@ pub struct Block {
     pub ring: [Slot; RING],
     /// At the receiver: totals, by slot.
     pub done: [Done; RING],
-    /// At the sender: chunks that the receiver has freed since the start.
-    pub credits: AtomicU64,
+    /// At the sender: chunks that the receiver has freed since the start; each count has the place after that
+    /// of the one before, and the highest is the newest.
+    pub credits: [AtomicU64; CHUNKS],
     /// What proves the way.
     pub proof: AtomicU64,
     /// Where an end's own descriptors and totals are written from, by slot. Each stays as it is until the slot
@@ -424,7 +428,7 @@ pub struct Done(pub [AtomicU32; 4]);
 
 /// Where in a [`Block`] its parts are.
 pub mod offset {
-    use super::{Block, RING};
+    use super::{Block, CHUNKS, RING};
     use std::mem::offset_of;
 
     /// A descriptor.
@@ -439,8 +443,12 @@ pub mod offset {
         (offset_of!(Block, done) + (slot as usize % RING) * 16) as u64
     }
 
-    /// The count of chunks.
-    pub const CREDITS: u64 = offset_of!(Block, credits) as u64;
+    /// A count of chunks.
+    #[inline]
+    pub fn credits(freed: u32) -> u64 {
+        (offset_of!(Block, credits) + (freed as usize % CHUNKS) * 8) as u64
+    }
+
     /// The proof.
     pub const PROOF: u64 = offset_of!(Block, proof) as u64;
 }
