@@ -129,6 +129,17 @@ impl Device {
     }
 }
 
+/// A device for each port, or one for a host without any.
+fn physical(config: &Config, ports: Vec<Port>) -> Vec<Device> {
+    match ports.is_empty() {
+        true => vec![Device::plain(config)],
+        false => (0..)
+            .zip(ports)
+            .map(|(i, p)| Device::of_ports(vec![p], vec![i]))
+            .collect(),
+    }
+}
+
 /// Looks for devices. `fresh`: nobody uses those that were found before.
 pub fn look(config: &Config, fresh: bool) {
     let mut table = TABLE.write().unwrap_or_else(|e| e.into_inner());
@@ -142,13 +153,7 @@ pub fn look(config: &Config, fresh: bool) {
             Vec::new()
         }
     };
-    let devices: Vec<Device> = match ports.is_empty() {
-        true => vec![Device::plain(config)],
-        false => (0..)
-            .zip(ports)
-            .map(|(i, p)| Device::of_ports(vec![p], vec![i]))
-            .collect(),
-    };
+    let devices = physical(config, ports);
     let physical = table.iter().filter(|d| d.members.len() == 1);
     let same = |(a, b): (&&Device, &Device)| {
         a.ports == b.ports && a.properties.speed_mbps == b.properties.speed_mbps
@@ -239,4 +244,71 @@ pub fn join(members: &[c_int]) -> Result<c_int> {
     );
     table.push(Box::leak(Box::new(device)));
     Ok(table.len() as c_int - 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ibverbs::devices::LinkLayer;
+    use std::collections::HashSet;
+
+    fn port(device: &str, port: u8, link_layer: LinkLayer, speed_mbps: u32) -> Port {
+        Port {
+            device: device.into(),
+            port,
+            pci_path: Some(format!("/sys/devices/pci0000:00/{device}").into()),
+            guid: 7,
+            speed_mbps,
+            link_layer,
+            latency_us: 0.0,
+            lid: 1,
+            mtu: 5,
+            gids: 16,
+            max_qp: 1000,
+        }
+    }
+
+    #[test]
+    fn forty_devices_of_both_kinds_have_names_of_their_own() {
+        let config = Config::read(&|_| None).0;
+        let ports = (0..20).flat_map(|i| {
+            let kind = match i % 2 {
+                0 => LinkLayer::InfiniBand,
+                _ => LinkLayer::Ethernet,
+            };
+            [1, 2].map(|p| port(&format!("mlx5_{i}"), p, kind, 400_000))
+        });
+        let devices = physical(&config, ports.collect());
+        assert_eq!(devices.len(), 40);
+        let names: HashSet<_> = devices.iter().map(|d| &d.properties.name).collect();
+        assert_eq!(names.len(), 40);
+        assert_eq!(devices[2].properties.name.to_str(), Ok("mlx5_1"));
+        assert_eq!(devices[3].properties.name.to_str(), Ok("mlx5_1:2"));
+        assert_eq!(
+            (devices[3].properties.port, devices[3].properties.guid),
+            (2, 7)
+        );
+        for (i, d) in (0..).zip(&devices) {
+            assert_eq!(d.members, [i]);
+        }
+    }
+
+    #[test]
+    fn a_host_without_rdma_has_one_device() {
+        let config = Config::read(&|_| None).0;
+        let devices = physical(&config, Vec::new());
+        assert_eq!(devices.len(), 1);
+        assert!(devices[0].ports.is_empty() && devices[0].properties.pci_path.is_none());
+    }
+
+    #[test]
+    fn a_virtual_device_adds_up_its_parts() {
+        let ports = [1, 2].map(|p| port("mlx5_0", p, LinkLayer::Ethernet, 200_000));
+        let d = Device::of_ports(ports.to_vec(), vec![0, 1]);
+        assert_eq!(d.properties.name.to_str(), Ok("mlx5_0+mlx5_0:2"));
+        assert_eq!(d.properties.speed_mbps, 400_000);
+        let huge = port("x", 1, LinkLayer::Ethernet, u32::MAX);
+        let d = Device::of_ports(vec![huge; 4], vec![0, 1, 2, 3]);
+        assert_eq!(d.properties.speed_mbps, c_int::MAX);
+    }
 }
