@@ -133,10 +133,13 @@ pub fn own_address(ifname: Option<&str>, family: Option<i32>) -> Result<Candidat
         Error::new(
             ResultCode::SYSTEM,
             format!(
-                "no network interface to listen on: NCCL_SOCKET_IFNAME is {}, and {} are up with an \
-                 address{}",
+                "no network interface to listen on: NCCL_SOCKET_IFNAME is {}, and with an address are up: \
+                 {}{}",
                 ifname.unwrap_or("not set"),
-                names.join(", "),
+                match names.is_empty() {
+                    true => "none".to_string(),
+                    false => names.join(", "),
+                },
                 match family {
                     None => "",
                     Some(_) => " (NCCL_SOCKET_FAMILY restricts them to one family)",

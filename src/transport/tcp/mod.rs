@@ -274,8 +274,7 @@ pub struct Connecting {
 impl Connecting {
     /// Starts to connect for one of [`purpose`].
     pub fn new(address: Address, purpose: u16) -> Result<Connecting> {
-        // First, because it makes room for open files.
-        let service = Service::get()?;
+        service::allow_files();
         let config = config::current();
         let n = match purpose {
             purpose::VERBS => 1,
@@ -285,7 +284,7 @@ impl Connecting {
             .map(|_| begin(address.at))
             .collect::<Result<Vec<_>>>()?;
         Ok(Connecting {
-            service,
+            service: Service::get()?,
             address,
             purpose,
             connection: random(),

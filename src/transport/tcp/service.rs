@@ -511,7 +511,7 @@ fn same(a: &[u8; 16], b: &[u8; 16]) -> bool {
 
 /// Lets the process open as many files as it may: every socket of a connection is one, and the usual soft limit
 /// of 1,024 is only there for programs that use select().
-fn allow_files() {
+pub(super) fn allow_files() {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
         return;
     };
