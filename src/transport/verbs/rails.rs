@@ -409,6 +409,9 @@ impl Rails {
                 "; the peer's device refused the address: its memory was deregistered, or freed"
             }
             sys::WC_LOC_PROT_ERR => "; memory was deregistered, or freed, while it was in use",
+            sys::WC_WR_FLUSH_ERR if kind == id::RECV => {
+                "; the queue pair failed over what the peer sent: the peer's log says of what"
+            }
             sys::WC_WR_FLUSH_ERR => "; the queue pair failed before",
             _ => "",
         };
