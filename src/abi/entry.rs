@@ -92,7 +92,43 @@ macro_rules! vtable {
     };
 }
 
-pub(super) use {describe, vtable};
+/// What a version's struct of the devices behind one can do.
+macro_rules! virtual_devices {
+    ($props:ident) => {
+        impl $props {
+            /// The devices behind device `dev`: itself, if it is no virtual one.
+            fn of(dev: c_int) -> $props {
+                let mut devs = [0; MAX_DEVS_PER_NIC];
+                // A virtual device has no more ports than the smallest of these arrays has places.
+                let members = $crate::net::members(dev).unwrap_or_default();
+                for (to, m) in devs.iter_mut().zip(members) {
+                    *to = *m;
+                }
+                let ndevs = members.len().min(MAX_DEVS_PER_NIC) as c_int;
+                $props { ndevs, devs }
+            }
+        }
+
+        impl $crate::abi::entry::Virtual for $props {
+            fn members(&self) -> Option<&[c_int]> {
+                self.devs.get(..usize::try_from(self.ndevs).ok()?)
+            }
+        }
+    };
+}
+
+/// What a version's configuration of a communicator says.
+macro_rules! configuration {
+    ($config:ident) => {
+        impl $crate::abi::entry::Configuration for $config {
+            fn traffic_class(&self) -> c_int {
+                self.traffic_class
+            }
+        }
+    };
+}
+
+pub(super) use {configuration, describe, virtual_devices, vtable};
 
 impl HandleKind for ListenComm {
     const TAG: u64 = tag::LISTEN;

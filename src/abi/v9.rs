@@ -181,25 +181,7 @@ pub struct Net {
 // SAFETY: a plugin's table is constant data: a name and code addresses, never written after load.
 unsafe impl Sync for Net {}
 
-impl VDeviceProps {
-    /// The devices behind device `dev`: itself, if it is no virtual one.
-    fn of(dev: c_int) -> VDeviceProps {
-        let mut devs = [0; MAX_DEVS_PER_NIC];
-        // A virtual device has no more ports than the smallest of these arrays has places.
-        let members = crate::net::members(dev).unwrap_or_default();
-        for (to, m) in devs.iter_mut().zip(members) {
-            *to = *m;
-        }
-        let ndevs = members.len().min(MAX_DEVS_PER_NIC) as c_int;
-        VDeviceProps { ndevs, devs }
-    }
-}
-
-impl entry::Virtual for VDeviceProps {
-    fn members(&self) -> Option<&[c_int]> {
-        self.devs.get(..usize::try_from(self.ndevs).ok()?)
-    }
-}
+entry::virtual_devices!(VDeviceProps);
 
 impl Describe for Properties {
     fn describe(dev: c_int, device: &'static crate::net::Properties) -> Properties {

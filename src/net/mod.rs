@@ -138,7 +138,7 @@ struct Endpoint<E: ?Sized + 'static> {
     requests: Box<[Tagged<Request>]>,
     proxy: Arc<Proxy<E>>,
     /// Keeps the link thread for as long as there is a connection.
-    _service: Option<Arc<copy_engine::link::Service>>,
+    _service: Link,
 }
 
 /// The sending end of a connection.
@@ -146,6 +146,21 @@ pub struct SendComm(Endpoint<dyn SendEnd>);
 
 /// The receiving end of a connection.
 pub struct RecvComm(Endpoint<dyn RecvEnd>);
+
+/// What keeps the link thread, for an end that needs it.
+type Link = Option<Arc<copy_engine::link::Service>>;
+
+impl SendComm {
+    fn new(end: Box<dyn SendEnd>, link: Link) -> SendComm {
+        SendComm(Endpoint::new(Proxy::new(end), link, Owner::Send))
+    }
+}
+
+impl RecvComm {
+    fn new(end: Box<dyn RecvEnd>, link: Link) -> RecvComm {
+        RecvComm(Endpoint::new(Proxy::new(end), link, Owner::Recv))
+    }
+}
 
 /// Registered memory.
 #[derive(Debug)]
@@ -199,11 +214,7 @@ impl Comm<'_> {
 }
 
 impl<E: ?Sized> Endpoint<E> {
-    fn new(
-        proxy: Proxy<E>,
-        service: Option<Arc<copy_engine::link::Service>>,
-        owner: impl Fn(*const Proxy<E>) -> Owner,
-    ) -> Self {
+    fn new(proxy: Proxy<E>, service: Link, owner: impl Fn(*const Proxy<E>) -> Owner) -> Self {
         let proxy = Arc::new(proxy);
         let owner = owner(Arc::as_ptr(&proxy));
         let requests = (0..REQUESTS)
@@ -379,8 +390,7 @@ impl Connecting {
                          credentials and secret agree",
                         connection.describe()
                     );
-                    let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
-                    SendComm(Endpoint::new(proxy, Some(service), Owner::Send))
+                    SendComm::new(Box::new(connection), Some(service))
                 }))
             }
             Connecting::Tcp(c, why) => {
@@ -390,8 +400,7 @@ impl Connecting {
                         connection.describe(),
                         connection.sockets()
                     );
-                    let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
-                    SendComm(Endpoint::new(proxy, None, Owner::Send))
+                    SendComm::new(Box::new(connection), None)
                 }))
             }
             Connecting::Verbs(c, why) => match c.poll() {
@@ -402,8 +411,7 @@ impl Connecting {
                             connection.describe(),
                             connection.lanes()
                         );
-                        let proxy: Proxy<dyn SendEnd> = Proxy::new(Box::new(connection));
-                        SendComm(Endpoint::new(proxy, None, Owner::Send))
+                        SendComm::new(Box::new(connection), None)
                     }))
                 }
                 Err(e) => (e, why.clone()),
@@ -546,12 +554,7 @@ fn unreachable_text(there: &Place) -> &'static str {
 /// The next connection to the listener; `None`: nobody waits.
 pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
     if let Some((service, connection)) = l.local.accept() {
-        let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
-        return Ok(Some(RecvComm(Endpoint::new(
-            proxy,
-            Some(service),
-            Owner::Recv,
-        ))));
+        return Ok(Some(RecvComm::new(Box::new(connection), Some(service))));
     }
     let Some(tcp) = &l.tcp else {
         return Ok(None);
@@ -560,8 +563,7 @@ pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
     while let Some(accepted) = tcp.accept()? {
         match accepted {
             tcp::Accepted::Connection(connection) => {
-                let proxy: Proxy<dyn RecvEnd> = Proxy::new(connection);
-                return Ok(Some(RecvComm(Endpoint::new(proxy, None, Owner::Recv))));
+                return Ok(Some(RecvComm::new(connection, None)));
             }
             tcp::Accepted::Verbs(socket, peer) => negotiations.push(verbs::Negotiation::new(
                 l.ports.clone(),
@@ -577,8 +579,7 @@ pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
             Ok(false) => i += 1,
             Ok(true) => {
                 let connection = negotiations.remove(i).finish()?;
-                let proxy: Proxy<dyn RecvEnd> = Proxy::new(Box::new(connection));
-                return Ok(Some(RecvComm(Endpoint::new(proxy, None, Owner::Recv))));
+                return Ok(Some(RecvComm::new(Box::new(connection), None)));
             }
             Err(e) => {
                 // The connector takes another way, or says so to its user.

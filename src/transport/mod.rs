@@ -1,6 +1,7 @@
 //! What moves the bytes of one connection, behind one trait for each end.
 
 pub mod copy_engine;
+mod side;
 pub mod staging;
 pub mod tcp;
 pub mod verbs;
@@ -68,6 +69,24 @@ pub fn outside(addr: u64, len: u64, region: &Region) -> Error {
     Error::invalid_argument(format!(
         "{len} bytes at {addr:#x} do not lie in the registered region of {} bytes at {:#x}",
         region.len, region.addr
+    ))
+}
+
+/// A receive whose message does not fit it.
+#[cold]
+pub fn does_not_fit(peer: impl fmt::Display, capacity: u64, size: u64) -> Error {
+    Error::invalid_usage(format!(
+        "{peer}: a receive of {capacity} bytes meets a send of {size} bytes: nothing was written; both sides \
+         must agree on the size"
+    ))
+}
+
+/// A send that does not fit its receive.
+#[cold]
+pub fn too_large(peer: impl fmt::Display, size: u64, capacity: u64) -> Error {
+    Error::invalid_usage(format!(
+        "{peer}: a send of {size} bytes meets a receive of {capacity} bytes: nothing was written; both sides \
+         must agree on the size"
     ))
 }
 

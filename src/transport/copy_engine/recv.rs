@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::sync::lock;
 use crate::telemetry;
-use crate::transport::{outside, End, Memory, RecvEnd, Region};
+use crate::transport::{does_not_fit, outside, End, Memory, RecvEnd, Region};
 
 /// Chunks that the CPU copies in one poll: other connections wait meanwhile.
 const CPU_CHUNKS_A_POLL: usize = 4;
@@ -868,12 +868,7 @@ impl RecvConnection {
         }
         match shared.outcome(r.seq) {
             (size, status::OK) if size <= r.len => Ok(Some(size as usize)),
-            (size, status::TOO_LARGE) => Err(Error::invalid_usage(format!(
-                "{}: a receive of {} bytes meets a send of {size} bytes: nothing was written; both \
-                 sides must agree on the size",
-                self.control.describe(),
-                r.len
-            ))),
+            (size, status::TOO_LARGE) => Err(does_not_fit(self.control.describe(), r.len, size)),
             (_, status::NO_WAY) => Err(Error::remote(format!(
                 "{}: the sender has no way from its memory to {}; see the warnings on both sides",
                 self.control.describe(),

@@ -17,8 +17,7 @@ pub mod wire;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -32,103 +31,16 @@ use self::send::SendConnection;
 use self::service::{Listener, Service};
 use self::wire::{check_answer, purpose, Hello, ANSWER_LEN};
 use super::copy_engine::link::random;
-use super::copy_engine::memory::classify;
-use super::staging::Staging;
-use super::{Memory, Region};
+use super::side::Side;
 use crate::config;
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
-/// What both ends of a connection are made of, but for the data path's state.
-#[derive(Debug)]
-pub(crate) struct Side {
-    pub(crate) service: Arc<Service>,
-    pub(crate) failed: OnceLock<Error>,
-    pub(crate) regions: AtomicU32,
-    pub(crate) staging: OnceLock<Staging>,
-    /// One thread at a time makes the staging.
-    pub(crate) making: Mutex<()>,
-    /// The connection's name in messages to people.
-    pub(crate) peer: String,
-}
-
 impl Side {
-    pub(crate) fn new(service: Arc<Service>, peer: String) -> Side {
-        Side {
-            service,
-            failed: OnceLock::new(),
-            regions: AtomicU32::new(0),
-            staging: OnceLock::new(),
-            making: Mutex::new(()),
-            peer,
-        }
-    }
-
-    /// The connection is over; the first reason counts.
-    #[cold]
-    pub(crate) fn fail(&self, e: Error) -> Error {
-        self.failed.get_or_init(|| e).clone()
-    }
-
-    /// The same, for a socket that is of no more use.
+    /// The connection is over, for a socket that is of no more use.
     #[cold]
     fn lost(&self, errno: Option<i32>) -> Error {
         self.fail(lost(&self.peer, errno))
-    }
-
-    #[inline]
-    pub(crate) fn trouble(&self) -> Result<()> {
-        match self.failed.get() {
-            None => Ok(()),
-            Some(e) => Err(e.clone()),
-        }
-    }
-
-    /// Registers memory; GPU memory is staged, by what is made at the first such call.
-    pub(crate) fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        self.region(addr, len, cuda)
-            .map_err(|e| e.context(&self.peer))
-    }
-
-    fn region(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        let memory = classify(addr, len, cuda)?;
-        if let Memory::Device(ordinal) = memory {
-            let _one_at_a_time = lock(&self.making);
-            if self.staging.get().is_none() {
-                let _ = self.staging.set(Staging::new(ordinal)?);
-            }
-        }
-        Ok(Region {
-            addr,
-            len,
-            memory,
-            id: self.regions.fetch_add(1, Ordering::Relaxed),
-            keys: None,
-        })
-    }
-
-    /// Looks whether a copy failed.
-    pub(crate) fn check_copies(&self) -> Result<()> {
-        match self.staging.get() {
-            Some(s) => s.check().map_err(|e| self.copy_failed(e)),
-            None => Ok(()),
-        }
-    }
-
-    #[cold]
-    pub(crate) fn copy_failed(&self, e: Error) -> Error {
-        self.fail(e.context(&self.peer))
-    }
-
-    /// Waits for the copies of an end whose memory or whose life ends.
-    pub(crate) fn drain(&self, deadline: Instant) {
-        if self.staging.get().is_some_and(|s| !s.drain(deadline)) {
-            log::warn!(
-                "{}: copies are still in flight after {} ms (VCCL_CLOSE_TIMEOUT)",
-                self.peer,
-                config::current().close_timeout_ms
-            );
-        }
     }
 }
 

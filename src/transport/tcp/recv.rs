@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::CHUNKS;
-use crate::transport::{outside, End, Memory, RecvEnd, Region};
+use crate::transport::{does_not_fit, outside, End, Memory, RecvEnd, Region};
 
 /// What is read ahead of a socket: heads of frames, and whole small messages.
 const AHEAD: usize = 16 << 10;
@@ -491,11 +491,7 @@ impl RecvConnection {
 
     fn outcome(&self, r: &Request) -> Result<Option<usize>> {
         if let Some(size) = r.too_large {
-            return Err(Error::invalid_usage(format!(
-                "{}: a receive of {} bytes meets a send of {size} bytes: nothing was written; both sides \
-                 must agree on the size",
-                self.side.peer, r.capacity
-            )));
+            return Err(does_not_fit(&self.side.peer, r.capacity, size));
         }
         Ok((r.total == Some(r.arrived)).then_some(r.arrived as usize))
     }
@@ -527,10 +523,7 @@ impl End for RecvConnection {
         };
         let st = &mut *st;
         if st.requests.iter().any(|r| r.live && r.region == region.id) {
-            self.side.fail(Error::invalid_usage(format!(
-                "{}: memory was deregistered while receives into it were posted",
-                self.side.peer
-            )));
+            self.side.taken_back("receives into it were posted");
         }
         // Receives that ended in an error may have copies in flight.
         if self.trouble(st).is_err() || st.broken.is_some() {

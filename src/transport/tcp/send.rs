@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::{CHUNKS, SMALL};
-use crate::transport::{outside, End, Memory, Region, SendEnd};
+use crate::transport::{outside, too_large, End, Memory, Region, SendEnd};
 
 /// A message is split over sockets only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;
@@ -422,10 +422,7 @@ impl End for SendConnection {
         let st = &mut *st;
         let uses = |r: &Request| r.live && r.region == region.id && r.frames > 0;
         if st.requests.iter().any(uses) {
-            self.side.fail(Error::invalid_usage(format!(
-                "{}: memory was deregistered while sends out of it were in flight",
-                self.side.peer
-            )));
+            self.side.taken_back("sends out of it were in flight");
         }
         // Sends that ended in an error may have copies in flight.
         if self.trouble(st).is_err() {
@@ -471,11 +468,7 @@ impl End for SendConnection {
         st.requests[index].live = false;
         match r.capacity {
             None => Ok(Some(r.len as usize)),
-            Some(capacity) => Err(Error::invalid_usage(format!(
-                "{}: a send of {} bytes meets a receive of {capacity} bytes: nothing was written; both \
-                 sides must agree on the size",
-                self.side.peer, r.len
-            ))),
+            Some(capacity) => Err(too_large(&self.side.peer, r.len, capacity)),
         }
     }
 

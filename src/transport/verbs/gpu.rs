@@ -139,8 +139,8 @@ fn moves(adapter: &Adapter, port: &Port, memory: &Memory, how: How, ib: &Ib) -> 
     let mut back = Rails::new(&ports, 1, 1, false, 0, ib)?;
     let gids = back.choose(&out.offer(), ib)?;
     let offers = (out.offer(), back.offer());
-    back.connect(&offers.0, &gids, false, ib)?;
-    out.connect(&offers.1, &gids, true, ib)?;
+    back.connect(&offers.0, &gids, ib)?;
+    out.connect(&offers.1, &gids, ib)?;
     let mut from: Vec<u8> = (0..LEN).map(|i| (i * 131 + i / 251) as u8).collect();
     let mut to = vec![0u8; LEN];
     // SAFETY: both vectors outlive their registrations, and are looked at when nothing is under way.

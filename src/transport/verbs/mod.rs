@@ -26,11 +26,11 @@ use self::recv::RecvConnection;
 use self::send::SendConnection;
 use self::wire::{Offer, Reply, GO, MAX_PORTS, OFFER_LEN, REPLY_LEN};
 use super::copy_engine::engine::Gpu;
-use super::copy_engine::memory::classify;
+use super::side::Side;
 use super::staging::CHUNKS;
+use super::tcp;
 use super::tcp::service::{end, Kept, Service, BYE, LINGER};
 use super::tcp::wire::purpose;
-use super::tcp::{self, Side};
 use super::{Memory, Region};
 use crate::config::{self, Ib};
 use crate::error::{Error, Result};
@@ -40,6 +40,9 @@ use crate::sync::lock;
 
 /// How long a write that proves the way may take, where TCP is there to fall back on.
 const PROOF: Duration = Duration::from_secs(10);
+
+/// Completions taken at a time.
+const BATCH: usize = 16;
 
 /// What a connection's RDMA devices know a region by.
 #[derive(Debug)]
@@ -133,7 +136,6 @@ struct End {
     chunks: OnceLock<Keys>,
     side: Side,
     socket: Arc<TcpStream>,
-    sends: bool,
     ended: Arc<AtomicU8>,
     ended_at: OnceLock<Instant>,
     /// That whose memory the devices reach.
@@ -142,13 +144,7 @@ struct End {
 }
 
 impl End {
-    fn new(
-        service: Arc<Service>,
-        socket: TcpStream,
-        rails: Rails,
-        sends: bool,
-        peer: String,
-    ) -> End {
+    fn new(service: Arc<Service>, socket: TcpStream, rails: Rails, peer: String) -> End {
         let socket = Arc::new(socket);
         let ended = service.watch(&socket);
         End {
@@ -156,7 +152,6 @@ impl End {
             chunks: OnceLock::new(),
             side: Side::new(service, peer),
             socket,
-            sends,
             ended,
             ended_at: OnceLock::new(),
             gpu: OnceLock::new(),
@@ -191,6 +186,46 @@ impl End {
                 self.side.peer
             ))
         })
+    }
+
+    /// Takes in what has completed, as many as `wcs` has room for at a time, and each success with `took`. What
+    /// another port has completed counts, whatever has failed on one.
+    #[inline]
+    fn complete(
+        &self,
+        wcs: &mut [sys::Wc],
+        mut took: impl FnMut(&sys::Wc) -> Result<()>,
+    ) -> Result<()> {
+        let mut outcome = Ok(());
+        let mut bad: Option<sys::Wc> = None;
+        for port in 0..self.rails.ports() {
+            loop {
+                let n = match self.rails.poll(port, wcs) {
+                    Ok(n) => n,
+                    Err(e) => {
+                        outcome = outcome.and(Err(self.fail(e)));
+                        break;
+                    }
+                };
+                for wc in &wcs[..n] {
+                    if wc.status == sys::WC_SUCCESS {
+                        outcome = outcome.and(took(wc));
+                        continue;
+                    }
+                    // Others may be told of a failure before the one that was its cause.
+                    if bad.is_none_or(|b| b.status == sys::WC_WR_FLUSH_ERR) {
+                        bad = Some(*wc);
+                    }
+                }
+                if n < wcs.len().max(1) {
+                    break;
+                }
+            }
+        }
+        match bad {
+            Some(wc) => outcome.and(Err(self.failed(&wc))),
+            None => outcome,
+        }
     }
 
     /// The connection is over; the first reason counts.
@@ -228,7 +263,7 @@ impl End {
 
     /// Registers memory with the devices; GPU memory that they do not reach is staged.
     fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
-        let memory = classify(addr, len, cuda).map_err(|e| e.context(&self.side.peer))?;
+        let memory = self.side.classify(addr, len, cuda)?;
         let ib = &config::current().ib;
         let relaxed = match ib.relaxed_ordering {
             true => sys::ACCESS_RELAXED_ORDERING,
@@ -259,25 +294,16 @@ impl End {
                 Some(keys.map_err(|e| e.context(&self.side.peer))?)
             }
         };
-        match keys {
-            None => {
-                let region = self.side.register(addr, len, cuda)?;
-                self.register_chunks()?;
-                Ok(region)
-            }
-            Some(keys) => Ok(Region {
-                addr,
-                len,
-                memory,
-                id: self.side.regions.fetch_add(1, Ordering::Relaxed),
-                keys: Some(Box::new(keys)),
-            }),
+        if let (Memory::Device(ordinal), None) = (memory, &keys) {
+            self.side.stage(ordinal)?;
+            self.register_chunks()?;
         }
+        Ok(self.side.region(addr, len, memory, keys.map(Box::new)))
     }
 
     /// What the devices may do with memory of this end: what is only sent may be read-only.
     fn access(&self) -> u32 {
-        match self.sends {
+        match self.rails.sends() {
             true => 0,
             false => sys::ACCESS_LOCAL_WRITE | sys::ACCESS_REMOTE_WRITE,
         }
@@ -321,7 +347,7 @@ impl End {
             let _ = say(&self.socket, &[BYE]);
             self.side
                 .service
-                .keep(self.socket.clone(), Box::new(Lingering(self.rails.clone())));
+                .keep(self.socket.clone(), Box::new(self.rails.clone()));
         } else {
             self.halt();
             let _ = self.socket.shutdown(std::net::Shutdown::Both);
@@ -331,10 +357,7 @@ impl End {
 }
 
 /// Queue pairs whose connection is closed.
-#[derive(Debug)]
-struct Lingering(#[allow(dead_code)] Arc<Rails>);
-
-impl Kept for Lingering {}
+impl Kept for Arc<Rails> {}
 
 /// Reads a message of a fixed size from a socket that does not block.
 #[derive(Debug)]
@@ -474,9 +497,9 @@ impl Connecting {
                             ))
                         }
                     };
-                    rails.connect(&offer, &gids, true, ib)?;
+                    rails.connect(&offer, &gids, ib)?;
                     rails.post_proof()?;
-                    let way = rails.describe(&offer, &gids, true);
+                    let way = rails.describe(&offer, &gids);
                     self.stage = Stage::Proof(socket, rails, 0, Instant::now(), way);
                 }
                 Stage::Proof(socket, rails, mut proved, since, way) => {
@@ -495,7 +518,7 @@ impl Connecting {
                     }
                     if proved == rails.lanes().len() {
                         say(&socket, &GO)?;
-                        let routing = Routing::new(ib, rails.offer().infiniband);
+                        let routing = Routing::new(ib, rails.infiniband());
                         let peer = format!("connection to {} ({way})", self.peer);
                         return Ok(Some(SendConnection::new(
                             self.service.clone(),
@@ -581,8 +604,8 @@ impl Negotiation {
         )?;
         let gids = rails.choose(offer, ib)?;
         rails.post_receives()?;
-        rails.connect(offer, &gids, false, ib)?;
-        let way = rails.describe(offer, &gids, false);
+        rails.connect(offer, &gids, ib)?;
+        let way = rails.describe(offer, &gids);
         let reply = Reply::Ready {
             offer: rails.offer(),
             gids,

@@ -93,6 +93,7 @@ pub struct Rails {
     peer_block: u64,
     peer_keys: [u32; MAX_PORTS],
     infiniband: bool,
+    sends: bool,
     traffic_class: u8,
     /// Hears of what ends the connection from outside.
     pub health: Arc<Health>,
@@ -196,6 +197,7 @@ impl Rails {
             peer_block: 0,
             peer_keys: [0; MAX_PORTS],
             infiniband,
+            sends,
             traffic_class,
             health,
         })
@@ -255,8 +257,27 @@ impl Rails {
         self.lanes.iter().map(one).collect()
     }
 
-    /// Brings the queue pairs to where both sides can write. `sends`: this end is the connector.
-    pub fn connect(&mut self, peer: &Offer, gids: &[GidPair], sends: bool, ib: &Ib) -> Result<()> {
+    /// Whether this end sends, and so is the connector.
+    pub fn sends(&self) -> bool {
+        self.sends
+    }
+
+    /// Whether its ports speak InfiniBand and not RoCE.
+    pub fn infiniband(&self) -> bool {
+        self.infiniband
+    }
+
+    /// Which of a pair is this end's, and which the peer's.
+    fn own_and_other(&self, pair: &GidPair) -> (usize, usize) {
+        let (own, other) = match self.sends {
+            true => (pair.connector, pair.listener),
+            false => (pair.listener, pair.connector),
+        };
+        (own.into(), other.into())
+    }
+
+    /// Brings the queue pairs to where both sides can write.
+    pub fn connect(&mut self, peer: &Offer, gids: &[GidPair], ib: &Ib) -> Result<()> {
         if peer.qps.len() != self.lanes.len()
             || gids.len() != self.lanes.len()
             || self.lanes.iter().any(|l| l.peer_port >= peer.ports.len())
@@ -280,14 +301,11 @@ impl Rails {
         for ((lane, pair), theirs) in self.lanes.iter().zip(gids).zip(&peer.qps) {
             let rail = &self.rails[lane.port];
             let port = &peer.ports[lane.peer_port];
-            let (own, other) = match sends {
-                true => (pair.connector, pair.listener),
-                false => (pair.listener, pair.connector),
-            };
+            let (own, other) = self.own_and_other(pair);
             let unknown = || Error::remote("the peer names an address that is not in the offers");
-            let &(index, local) = rail.gids.get(own as usize).ok_or_else(unknown)?;
+            let &(index, local) = rail.gids.get(own).ok_or_else(unknown)?;
             let offered = &port.gids[..port.n_gids as usize];
-            let remote = *offered.get(other as usize).ok_or_else(unknown)?;
+            let remote = *offered.get(other).ok_or_else(unknown)?;
             // The table may have changed since it was read.
             let now = rail.adapter.context().query_gid(rail.port, index.into())?;
             if now != local.gid {
@@ -324,23 +342,20 @@ impl Rails {
     }
 
     /// How the ways look to people: each pair of ports with its addresses once.
-    pub fn describe(&self, peer: &Offer, gids: &[GidPair], sends: bool) -> String {
+    pub fn describe(&self, peer: &Offer, gids: &[GidPair]) -> String {
         let mut ways: Vec<String> = Vec::new();
         for (lane, pair) in self.lanes.iter().zip(gids) {
             let rail = &self.rails[lane.port];
             let port = &peer.ports[lane.peer_port];
-            let (own, other) = match sends {
-                true => (pair.connector, pair.listener),
-                false => (pair.listener, pair.connector),
-            };
-            let own = rail.gids.get(own as usize).map(|g| gid::address(&g.1.gid));
-            let other = port.gids.get(other as usize).map(|g| gid::address(&g.gid));
+            let (own, other) = self.own_and_other(pair);
+            let own = rail.gids.get(own).map(|g| gid::address(&g.1.gid));
+            let other = port.gids.get(other).map(|g| gid::address(&g.gid));
             let (Some(own), Some(other)) = (own, other) else {
                 continue;
             };
             let (name, theirs) = (rail.adapter.context().name(), port.name());
             let at = rail.port;
-            let arrow = if sends { "->" } else { "<-" };
+            let arrow = if self.sends { "->" } else { "<-" };
             let way = match self.infiniband {
                 true => format!(
                     "{name}:{at} lid {} {own} {arrow} {theirs} lid {} {other}",

@@ -8,17 +8,15 @@ use std::time::Duration;
 use super::rails::{id, Rails, CONTROL_DEPTH};
 use super::send::next;
 use super::wire::{done, done_of, load, offset, Descriptor, Imm, DESCRIPTOR_LEN, FIRST, RING};
-use super::End as VerbsEnd;
+use super::{End as VerbsEnd, BATCH};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::ibverbs::sys;
 use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::CHUNKS;
 use crate::transport::tcp::service::Service;
-use crate::transport::{outside, End, RecvEnd, Region};
+use crate::transport::{does_not_fit, outside, End, RecvEnd, Region};
 
-/// Completions taken at a time.
-const BATCH: usize = 16;
 /// Each so many control writes one tells of its completion.
 const SIGNAL: u32 = 16;
 const NOBODY: u8 = u8::MAX;
@@ -91,7 +89,8 @@ struct State {
     freed: u32,
     /// What the sender has been told of that.
     told: u32,
-    wcs: [sys::Wc; BATCH],
+    /// Room for completions.
+    wcs: Vec<sys::Wc>,
 }
 
 /// The receiving end of a connection.
@@ -110,7 +109,7 @@ impl RecvConnection {
         peer: String,
     ) -> RecvConnection {
         RecvConnection {
-            end: VerbsEnd::new(service, socket, rails, false, peer),
+            end: VerbsEnd::new(service, socket, rails, peer),
             gate: Gate::new(State {
                 requests: [Request::default(); RING],
                 by_slot: [NOBODY; RING],
@@ -121,7 +120,7 @@ impl RecvConnection {
                 expected: 0,
                 freed: 0,
                 told: 0,
-                wcs: [sys::Wc::default(); BATCH],
+                wcs: vec![sys::Wc::default(); BATCH],
             }),
             closed: false,
         }
@@ -138,49 +137,19 @@ impl RecvConnection {
     /// Takes in what has completed.
     #[inline]
     fn complete(&self, st: &mut State) -> Result<()> {
-        let rails = &self.end.rails;
-        // What another port has completed counts, whatever has failed on this one.
-        let mut outcome = Ok(());
-        let mut bad: Option<sys::Wc> = None;
-        for port in 0..rails.ports() {
-            loop {
-                let n = match rails.poll(port, &mut st.wcs) {
-                    Ok(n) => n,
-                    Err(e) => {
-                        outcome = outcome.and(Err(self.end.fail(e)));
-                        break;
-                    }
-                };
-                for i in 0..n {
-                    let wc = st.wcs[i];
-                    if wc.status != sys::WC_SUCCESS {
-                        // Others may be told of a failure before the one that was its cause.
-                        let flushed = |b: sys::Wc| b.status == sys::WC_WR_FLUSH_ERR;
-                        if bad.is_none_or(flushed) {
-                            bad = Some(wc);
-                        }
-                        continue;
-                    }
-                    let (kind, lane, _, posted) = id::parts(wc.wr_id);
-                    if kind == id::RECV {
-                        let took = self.announced(st, u32::from_be(wc.imm_data));
-                        outcome = outcome.and(took);
-                        if outcome.is_ok() {
-                            outcome = rails.post_receive(lane).map_err(|e| self.end.fail(e));
-                        }
-                    } else {
-                        st.done = posted;
-                    }
-                }
-                if n < BATCH {
-                    break;
-                }
+        let mut wcs = std::mem::take(&mut st.wcs);
+        let completed = self.end.complete(&mut wcs, |wc| {
+            let (kind, lane, _, posted) = id::parts(wc.wr_id);
+            if kind != id::RECV {
+                st.done = posted;
+                return Ok(());
             }
-        }
-        match bad {
-            Some(wc) => outcome.and(Err(self.end.failed(&wc))),
-            None => outcome,
-        }
+            self.announced(st, u32::from_be(wc.imm_data))?;
+            let posted = self.end.rails.post_receive(lane);
+            posted.map_err(|e| self.end.fail(e))
+        });
+        st.wcs = wcs;
+        completed
     }
 
     #[inline]
@@ -342,11 +311,7 @@ impl RecvConnection {
 
     fn outcome(&self, r: &Request) -> Result<Option<usize>> {
         if let Some(size) = r.too_large {
-            return Err(Error::invalid_usage(format!(
-                "{}: a receive of {} bytes meets a send of {size} bytes: nothing was written; both sides \
-                 must agree on the size",
-                self.end.side.peer, r.capacity
-            )));
+            return Err(does_not_fit(&self.end.side.peer, r.capacity, size));
         }
         Ok(r.total.filter(|_| r.is_over()).map(|t| t as usize))
     }
@@ -383,10 +348,7 @@ impl End for RecvConnection {
             let _ = self.complete(st);
         }
         if st.requests.iter().any(uses) {
-            self.end.side.fail(Error::invalid_usage(format!(
-                "{}: memory was deregistered while receives into it were posted",
-                self.end.side.peer
-            )));
+            self.end.side.taken_back("receives into it were posted");
         }
         // Receives that ended in an error may have copies or writes in flight.
         self.end.settle(deadline);

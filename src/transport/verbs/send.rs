@@ -11,21 +11,19 @@ use super::wire::{
     done, done_words, load, offset, Descriptor, Imm, DESCRIPTOR_WORDS, FIRST, MAX_PORTS, RING,
     SHORT,
 };
-use super::{End as VerbsEnd, Routing};
-use crate::error::{Error, Result};
+use super::{End as VerbsEnd, Routing, BATCH};
+use crate::error::Result;
 use crate::gate::Gate;
 use crate::ibverbs::sys;
 use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::CHUNKS;
 use crate::transport::tcp::service::Service;
-use crate::transport::{outside, End, Region, SendEnd};
+use crate::transport::{outside, too_large, End, Region, SendEnd};
 
 /// A message is split over queue pairs only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;
 /// Parts begin at multiples of this.
 const ALIGN: u64 = 4096;
-/// Completions taken at a time.
-const BATCH: usize = 16;
 /// How long writes may take to be acknowledged by a peer that has closed: it closes as soon as it has the
 /// bytes, and its device acknowledges them after that.
 const GRACE: Duration = Duration::from_millis(500);
@@ -133,7 +131,8 @@ struct State {
     idle: u32,
     /// The receiver posts no more.
     over: bool,
-    wcs: [sys::Wc; BATCH],
+    /// Room for completions.
+    wcs: Vec<sys::Wc>,
 }
 
 /// The sending end of a connection.
@@ -155,7 +154,7 @@ impl SendConnection {
     ) -> SendConnection {
         let counts = vec![Count::default(); rails.lanes().len()].into_boxed_slice();
         SendConnection {
-            end: VerbsEnd::new(service, socket, rails, true, peer),
+            end: VerbsEnd::new(service, socket, rails, peer),
             routing,
             gate: Gate::new(State {
                 counts,
@@ -173,7 +172,7 @@ impl SendConnection {
                 next: FIRST,
                 idle: 0,
                 over: false,
-                wcs: [sys::Wc::default(); BATCH],
+                wcs: vec![sys::Wc::default(); BATCH],
             }),
             closed: false,
         }
@@ -206,50 +205,23 @@ impl SendConnection {
     /// Takes in what has completed.
     #[inline]
     fn complete(&self, st: &mut State) -> Result<()> {
-        let rails = &self.end.rails;
-        // What another port has completed counts, whatever has failed on this one.
-        let mut outcome = Ok(());
-        let mut bad: Option<sys::Wc> = None;
-        for port in 0..rails.ports() {
-            loop {
-                let n = match rails.poll(port, &mut st.wcs) {
-                    Ok(n) => n,
-                    Err(e) => {
-                        outcome = outcome.and(Err(self.end.fail(e)));
-                        break;
-                    }
-                };
-                for i in 0..n {
-                    let wc = st.wcs[i];
-                    if wc.status != sys::WC_SUCCESS {
-                        // Others may be told of a failure before the one that was its cause.
-                        let flushed = |b: sys::Wc| b.status == sys::WC_WR_FLUSH_ERR;
-                        if bad.is_none_or(flushed) {
-                            bad = Some(wc);
-                        }
-                        continue;
-                    }
-                    let (kind, lane, index, posted) = id::parts(wc.wr_id);
-                    st.counts[lane].done = posted;
-                    match kind {
-                        id::MESSAGE => st.requests[index].writes -= 1,
-                        id::CHUNK => {
-                            let c = &mut st.chunks[index];
-                            c.used = Use::Free;
-                            st.requests[c.request].writes -= 1;
-                        }
-                        _ => {}
-                    }
+        let mut wcs = std::mem::take(&mut st.wcs);
+        let completed = self.end.complete(&mut wcs, |wc| {
+            let (kind, lane, index, posted) = id::parts(wc.wr_id);
+            st.counts[lane].done = posted;
+            match kind {
+                id::MESSAGE => st.requests[index].writes -= 1,
+                id::CHUNK => {
+                    let c = &mut st.chunks[index];
+                    c.used = Use::Free;
+                    st.requests[c.request].writes -= 1;
                 }
-                if n < BATCH {
-                    break;
-                }
+                _ => {}
             }
-        }
-        match bad {
-            Some(wc) => outcome.and(Err(self.end.failed(&wc))),
-            None => outcome,
-        }
+            Ok(())
+        });
+        st.wcs = wcs;
+        completed
     }
 
     /// Fills free chunks.
@@ -665,10 +637,7 @@ impl End for SendConnection {
             let _ = self.complete(st);
         }
         if st.requests.iter().any(uses) {
-            self.end.side.fail(Error::invalid_usage(format!(
-                "{}: memory was deregistered while sends out of it were in flight",
-                self.end.side.peer
-            )));
+            self.end.side.taken_back("sends out of it were in flight");
             st.fills.clear();
             st.queue.clear();
         }
@@ -710,11 +679,7 @@ impl End for SendConnection {
         st.requests[index].live = false;
         match r.capacity {
             None => Ok(Some(r.len as usize)),
-            Some(capacity) => Err(Error::invalid_usage(format!(
-                "{}: a send of {} bytes meets a receive of {capacity} bytes: nothing was written; both \
-                 sides must agree on the size",
-                self.end.side.peer, r.len
-            ))),
+            Some(capacity) => Err(too_large(&self.end.side.peer, r.len, capacity)),
         }
     }
 

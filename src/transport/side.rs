@@ -1,0 +1,128 @@
+//! What both ends of a connection between hosts are made of, whatever moves their bytes, but for the data path's
+//! state.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
+
+use super::copy_engine::memory::classify;
+use super::staging::Staging;
+use super::tcp::service::Service;
+use super::{verbs, Memory, Region};
+use crate::config;
+use crate::error::{Error, Result};
+use crate::sync::lock;
+
+/// One end.
+#[derive(Debug)]
+pub(crate) struct Side {
+    pub(crate) service: Arc<Service>,
+    pub(crate) failed: OnceLock<Error>,
+    regions: AtomicU32,
+    pub(crate) staging: OnceLock<Staging>,
+    /// One thread at a time makes the staging, and what belongs to it.
+    pub(crate) making: Mutex<()>,
+    /// The connection's name in messages to people.
+    pub(crate) peer: String,
+}
+
+impl Side {
+    pub(crate) fn new(service: Arc<Service>, peer: String) -> Side {
+        Side {
+            service,
+            failed: OnceLock::new(),
+            regions: AtomicU32::new(0),
+            staging: OnceLock::new(),
+            making: Mutex::new(()),
+            peer,
+        }
+    }
+
+    /// The connection is over; the first reason counts.
+    #[cold]
+    pub(crate) fn fail(&self, e: Error) -> Error {
+        self.failed.get_or_init(|| e).clone()
+    }
+
+    #[inline]
+    pub(crate) fn trouble(&self) -> Result<()> {
+        match self.failed.get() {
+            None => Ok(()),
+            Some(e) => Err(e.clone()),
+        }
+    }
+
+    /// What memory it is.
+    pub(crate) fn classify(&self, addr: u64, len: u64, cuda: bool) -> Result<Memory> {
+        classify(addr, len, cuda).map_err(|e| e.context(&self.peer))
+    }
+
+    /// A region, with the keys that RDMA devices know it by.
+    pub(crate) fn region(
+        &self,
+        addr: u64,
+        len: u64,
+        memory: Memory,
+        keys: Option<Box<verbs::Keys>>,
+    ) -> Region {
+        Region {
+            addr,
+            len,
+            memory,
+            id: self.regions.fetch_add(1, Ordering::Relaxed),
+            keys,
+        }
+    }
+
+    /// Makes what memory of GPU `ordinal` goes through, unless it is there.
+    pub(crate) fn stage(&self, ordinal: i32) -> Result<()> {
+        let _one_at_a_time = lock(&self.making);
+        if self.staging.get().is_none() {
+            let made = Staging::new(ordinal).map_err(|e| e.context(&self.peer))?;
+            let _ = self.staging.set(made);
+        }
+        Ok(())
+    }
+
+    /// Memory was taken back that was in use, for `what`.
+    #[cold]
+    pub(crate) fn taken_back(&self, what: &str) {
+        self.fail(Error::invalid_usage(format!(
+            "{}: memory was deregistered while {what}",
+            self.peer
+        )));
+    }
+
+    /// Looks whether a copy failed.
+    pub(crate) fn check_copies(&self) -> Result<()> {
+        match self.staging.get() {
+            Some(s) => s.check().map_err(|e| self.copy_failed(e)),
+            None => Ok(()),
+        }
+    }
+
+    #[cold]
+    pub(crate) fn copy_failed(&self, e: Error) -> Error {
+        self.fail(e.context(&self.peer))
+    }
+
+    /// Waits for the copies of an end whose memory or whose life ends.
+    pub(crate) fn drain(&self, deadline: Instant) {
+        if self.staging.get().is_some_and(|s| !s.drain(deadline)) {
+            log::warn!(
+                "{}: copies are still in flight after {} ms (VCCL_CLOSE_TIMEOUT)",
+                self.peer,
+                config::current().close_timeout_ms
+            );
+        }
+    }
+
+    /// Registers memory; GPU memory is staged, by what is made at the first such call.
+    pub(crate) fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
+        let memory = self.classify(addr, len, cuda)?;
+        if let Memory::Device(ordinal) = memory {
+            self.stage(ordinal)?;
+        }
+        Ok(self.region(addr, len, memory, None))
+    }
+}
