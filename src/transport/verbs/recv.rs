@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use super::rails::{id, Rails, CONTROL_DEPTH};
 use super::send::next;
-use super::wire::{done, done_of, load, offset, Descriptor, Imm, DESCRIPTOR_LEN, FIRST, RING};
+use super::wire::{
+    done, done_of, load, offset, Descriptor, Imm, Slot, DESCRIPTOR_LEN, FIRST, RING,
+};
 use super::{End as VerbsEnd, BATCH};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
@@ -20,6 +22,11 @@ use crate::transport::{does_not_fit, outside, End, RecvEnd, Region};
 /// Each so many control writes one tells of its completion.
 const SIGNAL: u32 = 16;
 const NOBODY: u8 = u8::MAX;
+/// While messages are of no more bytes than this, several descriptors are written at once: for the device
+/// each write costs as much as such a message.
+const SMALL: u64 = 4 << 10;
+/// Receives that the sender is left with meanwhile, of the tag that the waiting ones have.
+const AHEAD: u32 = 2;
 
 /// What a chunk is used for.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -48,6 +55,7 @@ struct Request {
     live: bool,
     seq: u32,
     tag: u32,
+    run: u32,
     addr: u64,
     capacity: u64,
     region: u32,
@@ -74,12 +82,68 @@ impl Request {
     }
 }
 
+/// Descriptors that the sender has not been told of yet. It needs none of them before it has used up those with
+/// the same tag that it was told of before; that it has, this end learns whenever it is polled.
+#[derive(Clone, Copy, Default, Debug)]
+struct Waiting {
+    count: u32,
+    /// Receives with one tag, posted in a row; the last such row.
+    run: u32,
+    tag: u32,
+    /// Those of them that are waiting.
+    of_run: u32,
+    /// Those of them that the sender knows, and for which nothing has come.
+    ahead: u32,
+    /// The last message was small.
+    small: bool,
+    /// Something has completed in this look: what answers it goes first.
+    busy: bool,
+}
+
+impl Waiting {
+    /// A receive with this tag is posted.
+    #[inline]
+    fn post(&mut self, tag: u32) {
+        if tag != self.tag {
+            self.tag = tag;
+            self.run = self.run.wrapping_add(1);
+            (self.of_run, self.ahead) = (0, 0);
+            // Nobody counts any more what the sender has left of the row before.
+            self.small = false;
+        }
+        self.count += 1;
+        self.of_run += 1;
+    }
+
+    /// All have been told.
+    #[inline]
+    fn told(&mut self) {
+        self.ahead += self.of_run;
+        (self.count, self.of_run) = (0, 0);
+    }
+
+    /// A message of so many bytes came for a receive of that row.
+    #[inline]
+    fn came(&mut self, run: u32, total: u64) {
+        self.small = total <= SMALL;
+        if run == self.run {
+            self.ahead = self.ahead.saturating_sub(1);
+        }
+    }
+
+    #[inline]
+    fn is_due(&self) -> bool {
+        self.count > 0 && (!self.small || self.ahead < AHEAD)
+    }
+}
+
 #[derive(Debug)]
 struct State {
     requests: [Request; RING],
     by_slot: [u8; RING],
     /// Number of the next descriptor.
     next: u32,
+    waiting: Waiting,
     /// Control writes, all on the first lane.
     posted: u32,
     done: u32,
@@ -114,6 +178,7 @@ impl RecvConnection {
                 requests: [Request::default(); RING],
                 by_slot: [NOBODY; RING],
                 next: FIRST,
+                waiting: Waiting::default(),
                 posted: 0,
                 done: 0,
                 chunks: [Chunk::default(); CHUNKS],
@@ -138,12 +203,14 @@ impl RecvConnection {
     #[inline]
     fn complete(&self, st: &mut State) -> Result<()> {
         let mut wcs = std::mem::take(&mut st.wcs);
+        st.waiting.busy = false;
         let completed = self.end.complete(&mut wcs, |wc| {
             let (kind, lane, _, posted) = id::parts(wc.wr_id);
             if kind != id::RECV {
                 st.done = posted;
                 return Ok(());
             }
+            st.waiting.busy = true;
             self.announced(st, u32::from_be(wc.imm_data))?;
             let posted = self.end.rails.post_receive(lane);
             posted.map_err(|e| self.end.fail(e))
@@ -176,6 +243,7 @@ impl RecvConnection {
                     done::WRITTEN => {}
                     done::TOO_LARGE if total > r.capacity && r.total.is_none() => {
                         r.too_large = Some(total);
+                        st.waiting.came(r.run, total);
                         return Ok(());
                     }
                     _ => return Err(self.breach("a message is said not to fit that does")),
@@ -205,6 +273,7 @@ impl RecvConnection {
             None if total <= r.capacity => {
                 r.total = Some(total);
                 r.parts = if striped { lanes - 1 } else { 0 };
+                st.waiting.came(r.run, total);
             }
             Some(t) if t == total && r.parts > 0 && striped => r.parts -= 1,
             _ => return Err(self.breach("a message has more bytes or parts than it should")),
@@ -239,6 +308,7 @@ impl RecvConnection {
             r.got += bytes;
             if last {
                 r.total = Some(r.got);
+                st.waiting.came(r.run, r.got);
             }
             // SAFETY: the range lies in the buffer of a live receive, and `deregister` waits for copies
             // into it.
@@ -276,9 +346,28 @@ impl RecvConnection {
         Ok(())
     }
 
+    /// Whether there is room for all that is written at a time: descriptors on both sides of the ring's end.
     #[inline]
     fn has_room(st: &State) -> bool {
-        st.posted.wrapping_sub(st.done) < CONTROL_DEPTH
+        st.posted.wrapping_sub(st.done) + 2 <= CONTROL_DEPTH
+    }
+
+    /// Tells the sender of the descriptors that wait; room was looked for.
+    #[inline]
+    fn tell(&self, st: &mut State) -> Result<()> {
+        let mut left = st.waiting.count as usize;
+        let end = st.next as usize % RING;
+        let mut slot = (end + RING - left) % RING;
+        st.waiting.told();
+        while left > 0 {
+            let n = left.min(RING - slot);
+            let source = self.end.rails.block().source[slot].0.as_ptr() as u64;
+            let len = (n - 1) * size_of::<Slot>() + DESCRIPTOR_LEN;
+            self.control(st, source, len as u32, offset::slot(slot as u32))?;
+            left -= n;
+            slot = 0;
+        }
+        Ok(())
     }
 
     /// Writes to the sender's block.
@@ -301,7 +390,13 @@ impl RecvConnection {
         let trouble = self.end.trouble(Duration::ZERO);
         let moved = self
             .complete(st)
-            .and_then(|()| self.free(st, trouble.is_none()));
+            .and_then(|()| self.free(st, trouble.is_none()))
+            .and_then(
+                |()| match st.waiting.is_due() && !st.waiting.busy && Self::has_room(st) {
+                    true if trouble.is_none() => self.tell(st),
+                    _ => Ok(()),
+                },
+            );
         let copying = |r: &Request| r.live && r.total.is_some() && r.parts == 0 && !r.is_over();
         match trouble {
             Some(e) if !st.requests.iter().any(copying) => Err(self.end.side.fail(e)),
@@ -435,10 +530,12 @@ impl RecvEnd for RecvConnection {
             (None, None) => return Err(self.breach("GPU memory without staging")),
         };
         st.by_slot[slot] = index as u8;
+        st.waiting.post(tag);
         st.requests[index] = Request {
             live: true,
             seq,
             tag,
+            run: st.waiting.run,
             addr,
             capacity: len,
             region: region.id,
@@ -459,9 +556,10 @@ impl RecvEnd for RecvConnection {
         for (to, w) in source.iter().zip(descriptor.words()) {
             to.store(w, Ordering::Relaxed);
         }
-        let at = source.as_ptr() as u64;
-        // Trouble here is told by test: the receive is posted.
-        let _ = self.control(st, at, DESCRIPTOR_LEN as u32, offset::slot(seq));
+        if st.waiting.is_due() {
+            // Trouble here is told by test: the receive is posted.
+            let _ = self.tell(st);
+        }
         Ok(true)
     }
 }
@@ -469,5 +567,101 @@ impl RecvEnd for RecvConnection {
 impl Drop for RecvConnection {
     fn drop(&mut self) {
         let _ = self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A receiver and a sender who uses descriptors by tag. Each waiting one must be told of when the sender has
+    /// used up those of its tag, at the latest: if this end is polled, no send waits for ever.
+    #[derive(Default)]
+    struct Model {
+        waiting: Waiting,
+        untold: Vec<(u32, u32)>,
+        told: Vec<(u32, u32)>,
+        writes: u32,
+    }
+
+    impl Model {
+        fn tell(&mut self) {
+            assert_eq!(self.untold.len(), self.waiting.count as usize);
+            self.told.append(&mut self.untold);
+            self.waiting.told();
+            self.writes += 1;
+        }
+        fn post(&mut self, tag: u32) {
+            self.waiting.post(tag);
+            self.untold.push((tag, self.waiting.run));
+            if self.waiting.is_due() {
+                self.tell();
+            }
+        }
+        fn poll(&mut self) {
+            if self.waiting.is_due() {
+                self.tell();
+            }
+        }
+        /// Whether the sender knows of a receive for it.
+        fn send(&mut self, tag: u32, total: u64) -> bool {
+            let Some(i) = self.told.iter().position(|t| t.0 == tag) else {
+                return false;
+            };
+            let (_, run) = self.told.remove(i);
+            self.waiting.came(run, total);
+            true
+        }
+    }
+
+    #[test]
+    fn small_messages_in_a_row_have_their_descriptors_together() {
+        let mut m = Model::default();
+        for _ in 0..8 {
+            m.post(5);
+        }
+        // Nothing is known of the messages yet.
+        assert_eq!((m.told.len(), m.writes), (8, 8));
+        for _ in 0..6_001 {
+            assert!(m.send(5, 8));
+            m.poll();
+            m.post(5);
+        }
+        assert_eq!(m.writes, 8 + 1_000, "six at a time");
+        // Large ones are told of at once.
+        assert!(m.send(5, SMALL + 1));
+        m.poll();
+        for _ in 0..100 {
+            m.post(5);
+            assert!(m.untold.is_empty());
+            assert!(m.send(5, SMALL + 1));
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_send_waits_for_a_descriptor_for_ever(
+            acts in proptest::collection::vec((0u8..3, 0u32..3, 0u64..2), 0..400)
+        ) {
+            let mut m = Model::default();
+            for (act, tag, large) in acts {
+                match act {
+                    0 if m.told.len() + m.untold.len() < RING => m.post(tag),
+                    1 => { m.send(tag, large * 2 * SMALL); }
+                    _ => m.poll(),
+                }
+                // Whatever is still waiting when this end has been polled, the sender has others to use first.
+                let mut polled = m.waiting;
+                if polled.is_due() {
+                    polled.told();
+                }
+                if polled.count > 0 {
+                    for (tag, _) in &m.untold {
+                        let before = m.told.iter().filter(|t| t.0 == *tag).count();
+                        proptest::prop_assert!(before >= AHEAD as usize);
+                    }
+                }
+            }
+        }
     }
 }
