@@ -8,6 +8,7 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
@@ -18,6 +19,9 @@ use crate::transport::copy_engine::link::without_signals;
 
 /// Ranges below this are moved by the polling thread: waking a helper takes longer.
 pub const WORTH: u64 = 64 << 10;
+/// How long a helper that has nothing to do looks for work before it sleeps: the parts of a message come one
+/// after the other, and to be woken takes longer than that.
+const PATIENCE: Duration = Duration::from_micros(200);
 /// Bytes of one call: as long as halting may take.
 const STEP: usize = 1 << 20;
 
@@ -140,6 +144,7 @@ const ENDED: i32 = -1;
 impl Shared {
     fn run(&self) {
         let mut fds = Vec::with_capacity(self.sockets.len() + 1);
+        let mut last = Instant::now();
         loop {
             let mut moved = false;
             for (i, socket) in self.sockets.iter().enumerate() {
@@ -149,8 +154,13 @@ impl Shared {
                     Work::Move { addr, len } => moved |= self.step(i, socket, addr, len),
                 }
             }
-            if !moved {
+            if moved {
+                last = Instant::now();
+            } else if last.elapsed() < PATIENCE {
+                std::thread::yield_now();
+            } else {
                 self.sleep(&mut fds);
+                last = Instant::now();
             }
         }
     }

@@ -98,9 +98,8 @@ struct State {
     requests: [Request; RING],
     staged: VecDeque<Staged>,
     chunks: [Chunk; CHUNKS],
-    /// The chunk that is filled next, and the one whose frame is sent next.
-    fill: usize,
-    send: usize,
+    /// Those that are being filled, in the order in which they will be full.
+    filling: VecDeque<usize>,
     posts: VecDeque<Post>,
     /// Number of the next post that will come.
     next: u32,
@@ -143,8 +142,7 @@ impl SendConnection {
                 requests: [Request::default(); RING],
                 staged: VecDeque::with_capacity(RING),
                 chunks: [Chunk::default(); CHUNKS],
-                fill: 0,
-                send: 0,
+                filling: VecDeque::with_capacity(CHUNKS),
                 posts: VecDeque::with_capacity(RING),
                 next: FIRST,
                 bytes: [0; RING * POST_LEN],
@@ -224,10 +222,11 @@ impl SendConnection {
             return Ok(());
         };
         while let Some(m) = st.staged.front_mut() {
-            let c = &mut st.chunks[st.fill];
-            if c.used != Use::Free {
+            // Any: a slow socket holds up the others no more than it must.
+            let Some(i) = st.chunks.iter().position(|c| c.used == Use::Free) else {
                 break;
-            }
+            };
+            let c = &mut st.chunks[i];
             let len = (m.total - m.copied).min(staging.chunk() as u64);
             *c = Chunk {
                 used: Use::Copying,
@@ -240,19 +239,20 @@ impl SendConnection {
             };
             let from = m.addr + m.copied;
             // SAFETY: the request's memory is registered, and `deregister` waits for copies out of it.
-            unsafe { staging.copy(st.fill, from, len as usize, true, c.step) }
+            unsafe { staging.copy(i, from, len as usize, true, c.step) }
                 .map_err(|e| self.side.copy_failed(e))?;
+            st.filling.push_back(i);
             m.copied += len;
-            st.fill = (st.fill + 1) % CHUNKS;
             if m.copied == m.total {
                 st.staged.pop_front();
             }
         }
-        loop {
-            let c = &mut st.chunks[st.send];
-            if c.used != Use::Copying || !staging.is_over(st.send, c.step) {
-                return Ok(());
+        while let Some(chunk) = st.filling.front().copied() {
+            let c = &mut st.chunks[chunk];
+            if !staging.is_over(chunk, c.step) {
+                break;
             }
+            st.filling.pop_front();
             c.used = Use::Sending;
             let c = *c;
             let frame = Frame {
@@ -262,11 +262,10 @@ impl SendConnection {
                 offset: c.offset,
                 len: c.len,
             };
-            let chunk = st.send;
-            st.send = (st.send + 1) % CHUNKS;
-            let socket = st.turn();
+            let socket = st.shortest();
             st.enqueue(socket, c.request, frame, staging.host(chunk), Some(chunk));
         }
+        Ok(())
     }
 
     #[cold]
@@ -386,6 +385,16 @@ impl State {
         let socket = self.turn;
         self.turn = (socket + 1) % self.outs.len();
         socket
+    }
+
+    /// The socket with the fewest frames before it, those in their turn first.
+    fn shortest(&mut self) -> usize {
+        let n = self.outs.len();
+        let turn = self.turn();
+        (turn..turn + n)
+            .map(|i| i % n)
+            .min_by_key(|i| self.outs[*i].queue.len())
+            .unwrap_or(turn)
     }
 
     /// A message over as many sockets as it is worth.
