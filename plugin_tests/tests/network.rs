@@ -74,6 +74,20 @@ impl Net {
         ip(&format!("-n {} link set veth0 {state}", self.names[0])).expect("the link changes");
     }
 
+    /// Has every packet to the other side go to nobody, as where a firewall drops it, or no longer.
+    fn vanish(&self, yes: bool) {
+        for (i, n) in self.names.iter().enumerate() {
+            let other = format!("10.232.0.{}", 2 - i);
+            let how = match yes {
+                true => format!(
+                    "-n {n} neigh replace {other} lladdr 02:00:00:00:00:99 dev veth0 nud permanent"
+                ),
+                false => format!("-n {n} neigh del {other} dev veth0"),
+            };
+            ip(&how).expect("neighbours change");
+        }
+    }
+
     /// Has both sides lose, delay, reorder and duplicate packets.
     fn impair(&self) -> std::result::Result<(), String> {
         for n in &self.names {
@@ -216,6 +230,44 @@ fn verified(ctx: &mut Ctx) -> Result<()> {
     ctx.close(&links)
 }
 
+/// Rank 0 connects to rank 1 through a network that lets nothing pass, and again when it does.
+fn unanswered(ctx: &mut Ctx) -> Result<()> {
+    let dev = ctx.dev;
+    if ctx.rank == 1 {
+        let (handle, listener) = ctx.service(|net| net.listen(dev))?;
+        ctx.oob.send(0, handle.0)?;
+        for _ in 0..2_000 {
+            let accepted = ctx.service(|net| net.accept(listener))?;
+            ensure!(accepted.is_none(), "a connection that nobody has");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        ctx.oob.recv(0)?;
+        ctx.service(|net| net.close_listen(listener))?;
+    } else {
+        let mut handle = ctx.recv_handle(1)?;
+        let started = Instant::now();
+        let refused = loop {
+            match ctx.service(|net| net.connect(dev, &mut handle)) {
+                Ok(None) => std::thread::sleep(Duration::from_millis(1)),
+                Ok(Some(_)) => fail!("connected through a network that lets nothing pass"),
+                Err(e) => break e,
+            }
+            ensure!(started.elapsed() < DEAD, "connect gives NULL for ever");
+        };
+        is_remote("a connect whose packets are dropped", &refused)?;
+        let text = refused.to_string();
+        for part in ["10.232.0.2", "VCCL_CONNECT_TIMEOUT", "firewall"] {
+            ensure!(text.contains(part), "{part} is not in: {text}");
+        }
+        ctx.oob.send(1, vec![1])?;
+    }
+    ctx.oob.up("flowing")?;
+    // The other way may be repaired a little later: the kernel sends again.
+    let links = ctx.connect(&[(0, 1), (1, 0)])?;
+    simple(ctx, &links, 8, 300_000, 3)?;
+    ctx.close(&links)
+}
+
 /// Rank 1 is stopped in the midst of it, for longer than a dead host may be silent.
 fn stopped(ctx: &mut Ctx) -> Result<()> {
     if ctx.rank == 1 {
@@ -249,6 +301,7 @@ fn entry(name: &str) -> Option<Entry> {
         "long" => Some(long),
         "verified" => Some(verified),
         "stopped" => Some(stopped),
+        "unanswered" => Some(unanswered),
         _ => None,
     }
 }
@@ -314,6 +367,15 @@ fn a_peer_that_is_stopped_is_waited_for() -> std::result::Result<(), Failed> {
     Ok(())
 }
 
+fn a_firewall_that_drops_packets_is_named() -> std::result::Result<(), Failed> {
+    let net = Net::new()?;
+    net.vanish(true);
+    let mut l = net.launch("unanswered");
+    l.env.push(("VCCL_CONNECT_TIMEOUT".into(), "3".into()));
+    run(&l, || net.vanish(false))?;
+    Ok(())
+}
+
 fn main() {
     enter_if_rank(entry);
     let args = Arguments::from_args();
@@ -348,6 +410,11 @@ fn main() {
             "lost_and_reordered_packets_change_nothing",
             netem.is_ok(),
             lost_and_reordered_packets_change_nothing,
+        ),
+        trial(
+            "a_firewall_that_drops_packets_is_named",
+            ok,
+            a_firewall_that_drops_packets_is_named,
         ),
         trial(
             "a_peer_that_is_stopped_is_waited_for",
