@@ -33,6 +33,8 @@ pub mod sync;
 #[cfg(not(loom))]
 pub mod telemetry;
 #[cfg(not(loom))]
+pub mod thread;
+#[cfg(not(loom))]
 pub mod transport;
 
 // Loom explores what threads and processes share by itself: nothing else is built on its atomics.

@@ -7,7 +7,9 @@ pub mod tcp;
 pub mod verbs;
 
 use std::fmt;
+use std::time::{Duration, Instant};
 
+use crate::config;
 use crate::error::{Error, Result};
 
 /// What memory a region is, as far as the data path must know.
@@ -122,6 +124,25 @@ pub trait SendEnd: End {
 pub trait RecvEnd: End {
     /// Starts receiving into `[addr, addr + len)` as request `index`; `false`: not yet, try again.
     fn recv(&self, index: usize, addr: u64, len: u64, tag: u32, region: &Region) -> Result<bool>;
+}
+
+/// 128 random bits.
+pub fn random() -> [u8; 16] {
+    let mut n = [0u8; 16];
+    let mut filled = 0;
+    while filled < n.len() {
+        // SAFETY: writes at most the given length into the rest of `n`.
+        let r = unsafe { libc::getrandom(n[filled..].as_mut_ptr().cast(), n.len() - filled, 0) };
+        if r > 0 {
+            filled += r as usize;
+        }
+    }
+    n
+}
+
+/// Until when close and deregMr may wait for copies of this process, from now on.
+pub fn close_deadline() -> Instant {
+    Instant::now() + Duration::from_millis(config::current().close_timeout_ms)
 }
 
 #[cfg(test)]

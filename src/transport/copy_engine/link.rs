@@ -29,30 +29,17 @@ use super::recv::{Accepted, RecvControl};
 use super::send::SendControl;
 use super::shm::Shm;
 use super::wire::{Message, Nonce, MAX_FDS, MAX_PACKET, PROTOCOL};
-use crate::config;
 use crate::cuda::Relaxed;
 use crate::error::{Error, Result};
 use crate::sync::{lock, of_process};
+use crate::thread::Thread;
+use crate::transport::{close_deadline, random};
 
 const TOKEN_LISTENER: u64 = 0;
 const TOKEN_WAKE: u64 = 1;
 const FIRST_LINK: u64 = 2;
 /// Set in the token of the descriptor that tells of the peer process's end.
 const PROCESS_BIT: u64 = 1 << 63;
-
-/// 128 random bits.
-pub fn random() -> Nonce {
-    let mut n = [0u8; 16];
-    let mut filled = 0;
-    while filled < n.len() {
-        // SAFETY: writes at most the given length into the rest of `n`.
-        let r = unsafe { libc::getrandom(n[filled..].as_mut_ptr().cast(), n.len() - filled, 0) };
-        if r > 0 {
-            filled += r as usize;
-        }
-    }
-    n
-}
 
 thread_local! {
     static ON_LINK_THREAD: Cell<bool> = const { Cell::new(false) };
@@ -802,9 +789,7 @@ impl Inner {
 #[derive(Debug)]
 pub struct Service {
     inner: Arc<Inner>,
-    thread: Option<std::thread::JoinHandle<()>>,
-    /// The process that made it: a fork has the memory but not the thread.
-    pid: u32,
+    thread: Thread,
 }
 
 static SERVICE: Mutex<Weak<Service>> = Mutex::new(Weak::new());
@@ -812,7 +797,7 @@ static SERVICE: Mutex<Weak<Service>> = Mutex::new(Weak::new());
 impl Service {
     /// The service of this process; starts it if there is none.
     pub fn get() -> Result<Arc<Service>> {
-        of_process(&SERVICE, |s| s.pid, Service::start)
+        of_process(&SERVICE, |s| s.thread.pid(), Service::start)
     }
 
     fn start() -> Result<Service> {
@@ -844,31 +829,16 @@ impl Service {
             stop: AtomicBool::new(false),
         });
         let shared = inner.clone();
-        let thread = without_signals(|| {
-            std::thread::Builder::new()
-                .name("vccl-link".into())
-                .spawn(move || {
-                    let _relaxed = Relaxed::begin();
-                    ON_LINK_THREAD.set(true);
-                    // A panic must not leave connections waiting for ever.
-                    while std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| shared.serve()))
-                        .is_err()
-                    {
-                        log::warn!("the link thread failed (a fault of vccl's) and goes on");
-                    }
-                })
-        })
-        .map_err(|e| {
-            Error::system(
-                "starting the link thread",
-                Errno::from_raw(e.raw_os_error().unwrap_or(0)),
-            )
+        let thread = Thread::start("vccl-link", move || {
+            let _relaxed = Relaxed::begin();
+            ON_LINK_THREAD.set(true);
+            // A panic must not leave connections waiting for ever.
+            while std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| shared.serve())).is_err()
+            {
+                log::warn!("the link thread failed (a fault of vccl's) and goes on");
+            }
         })?;
-        Ok(Service {
-            inner,
-            thread: Some(thread),
-            pid: std::process::id(),
-        })
+        Ok(Service { inner, thread })
     }
 
     /// This process's name.
@@ -934,40 +904,16 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        if self.pid != std::process::id() {
-            // A fork: the thread is the parent's.
-            std::mem::forget(self.thread.take());
+        let inner = &self.inner;
+        let ours = self.thread.end(|| {
+            inner.stop.store(true, Ordering::Release);
+            inner.wake();
+        });
+        if !ours {
             return;
-        }
-        self.inner.stop.store(true, Ordering::Release);
-        self.inner.wake();
-        if let Some(t) = self.thread.take() {
-            let _ = t.join();
         }
         let links = std::mem::take(&mut *lock(&self.inner.links));
         lock(&self.inner.by_peer).clear();
         drop(links);
     }
-}
-
-/// Runs `f` with all signals blocked, so that a thread it starts takes none of the program's.
-pub fn without_signals<T>(f: impl FnOnce() -> T) -> T {
-    use nix::sys::signal::{pthread_sigmask, SigSet, SigmaskHow};
-    let mut old = SigSet::empty();
-    let blocked = pthread_sigmask(
-        SigmaskHow::SIG_SETMASK,
-        Some(&SigSet::all()),
-        Some(&mut old),
-    )
-    .is_ok();
-    let r = f();
-    if blocked {
-        let _ = pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&old), None);
-    }
-    r
-}
-
-/// Until when close and deregMr may wait for copies of this process, from now on.
-pub fn close_deadline() -> Instant {
-    Instant::now() + Duration::from_millis(config::current().close_timeout_ms)
 }

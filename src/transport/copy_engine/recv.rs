@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::engine::{Engine, Gpu};
-use super::link::{close_deadline, Link};
+use super::link::Link;
 use super::memory::{classify, Exportable};
 use super::regions::MAX_REGIONS;
 use super::ring::{Drainer, Filled};
@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::sync::lock;
 use crate::telemetry;
+use crate::transport::close_deadline;
 use crate::transport::{does_not_fit, outside, End, Memory, RecvEnd, Region};
 
 /// Chunks that the CPU copies in one poll: other connections wait meanwhile.

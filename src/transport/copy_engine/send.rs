@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use super::engine::{Engine, Gpu};
-use super::link::{close_deadline, Link, Step};
+use super::link::{Link, Step};
 use super::memory::classify;
 use super::regions::{Reach, Regions};
 use super::ring::Filler;
@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::sync::lock;
 use crate::telemetry::{self, Path};
+use crate::transport::close_deadline;
 use crate::transport::{outside, End, Memory, Region, SendEnd};
 
 /// Chunks that the CPU copies in one poll: other connections wait meanwhile.

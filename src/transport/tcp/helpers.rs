@@ -7,7 +7,6 @@
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -15,7 +14,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use super::handover::{Handover, Work};
 use super::{receive, transmit, Moved};
 use crate::error::{Error, Result};
-use crate::transport::copy_engine::link::without_signals;
+use crate::thread::Thread;
 
 /// Ranges below this are moved by the polling thread: waking a helper takes longer.
 pub const WORTH: u64 = 64 << 10;
@@ -38,8 +37,7 @@ struct Shared {
 #[derive(Debug)]
 pub struct Helpers {
     shared: Vec<Arc<Shared>>,
-    threads: Vec<JoinHandle<()>>,
-    pid: u32,
+    threads: Vec<Thread>,
 }
 
 impl Helpers {
@@ -54,7 +52,6 @@ impl Helpers {
         let mut helpers = Helpers {
             shared: Vec::new(),
             threads: Vec::new(),
-            pid: std::process::id(),
         };
         for k in 0..n {
             let sockets: Vec<Arc<TcpStream>> = all.iter().skip(k).step_by(n).cloned().collect();
@@ -68,12 +65,7 @@ impl Helpers {
                 out,
             });
             let theirs = shared.clone();
-            let thread = without_signals(|| {
-                std::thread::Builder::new()
-                    .name("vccl-tcp-help".into())
-                    .spawn(move || theirs.run())
-            })
-            .map_err(|e| Error::internal(format!("starting a thread: {e}")))?;
+            let thread = Thread::start("vccl-tcp-help", move || theirs.run())?;
             helpers.shared.push(shared);
             helpers.threads.push(thread);
         }
@@ -123,17 +115,11 @@ impl Helpers {
 
 impl Drop for Helpers {
     fn drop(&mut self) {
-        if self.pid != std::process::id() {
-            // A fork: the threads are the parent's.
-            std::mem::forget(std::mem::take(&mut self.threads));
-            return;
-        }
-        for h in &self.shared {
-            h.handover.stop();
-            let _ = h.wake.write(1);
-        }
-        for t in self.threads.drain(..) {
-            let _ = t.join();
+        for (h, t) in self.shared.iter().zip(&mut self.threads) {
+            t.end(|| {
+                h.handover.stop();
+                let _ = h.wake.write(1);
+            });
         }
     }
 }

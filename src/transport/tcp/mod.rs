@@ -30,7 +30,7 @@ use self::recv::RecvConnection;
 use self::send::SendConnection;
 use self::service::{Listener, Service};
 use self::wire::{check_answer, purpose, Hello, ANSWER_LEN};
-use super::copy_engine::link::random;
+use super::random;
 use super::side::Side;
 use crate::config;
 use crate::error::{Error, Result};

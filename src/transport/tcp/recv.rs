@@ -12,9 +12,8 @@ use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
 use super::{helper_threads, is_dead, lost, receive, transmit, Moved, Side, POLL_BYTES, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
-use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::CHUNKS;
-use crate::transport::{does_not_fit, outside, End, Memory, RecvEnd, Region};
+use crate::transport::{close_deadline, does_not_fit, outside, End, Memory, RecvEnd, Region};
 
 /// What is read ahead of a socket: heads of frames, and whole small messages.
 const AHEAD: usize = 16 << 10;

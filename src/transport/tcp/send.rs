@@ -10,9 +10,8 @@ use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
 use super::{helper_threads, is_dead, receive, transmit, Moved, Side, POLL_BYTES, RING};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
-use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::{CHUNKS, SMALL};
-use crate::transport::{outside, too_large, End, Memory, Region, SendEnd};
+use crate::transport::{close_deadline, outside, too_large, End, Memory, Region, SendEnd};
 
 /// A message is split over sockets only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;

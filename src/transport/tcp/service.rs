@@ -10,7 +10,6 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -24,7 +23,8 @@ use super::wire::{answer, purpose, Hello, HELLO_LEN};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::sync::{lock, of_process};
-use crate::transport::copy_engine::link::{close_deadline, without_signals};
+use crate::thread::Thread;
+use crate::transport::close_deadline;
 
 /// How long a stranger may take to introduce itself.
 const GREETING: Duration = Duration::from_secs(10);
@@ -112,8 +112,7 @@ pub struct Service {
     address: SocketAddr,
     interface: String,
     next: AtomicU64,
-    thread: Option<JoinHandle<()>>,
-    pid: u32,
+    thread: Thread,
 }
 
 static SERVICE: Mutex<Weak<Service>> = Mutex::new(Weak::new());
@@ -125,7 +124,7 @@ fn system(what: impl std::fmt::Display) -> impl FnOnce(std::io::Error) -> Error 
 impl Service {
     /// The one of this process, started if nobody uses it yet.
     pub fn get() -> Result<Arc<Service>> {
-        of_process(&SERVICE, |s| s.pid, Service::start)
+        of_process(&SERVICE, |s| s.thread.pid(), Service::start)
     }
 
     fn start() -> Result<Service> {
@@ -154,19 +153,13 @@ impl Service {
             watched: Mutex::default(),
         });
         let theirs = inner.clone();
-        let thread = without_signals(|| {
-            std::thread::Builder::new()
-                .name("vccl-tcp".into())
-                .spawn(move || Guests::new(theirs, socket).run())
-        })
-        .map_err(system("starting a thread"))?;
+        let thread = Thread::start("vccl-tcp", move || Guests::new(theirs, socket).run())?;
         Ok(Service {
             inner,
             address,
             interface: own.name,
             next: AtomicU64::new(1),
-            thread: Some(thread),
-            pid: std::process::id(),
+            thread,
         })
     }
 
@@ -248,16 +241,11 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
-        if self.pid != std::process::id() {
-            // A fork: the thread is the parent's.
-            std::mem::forget(self.thread.take());
-            return;
-        }
-        self.inner.stop.store(true, Ordering::Release);
-        let _ = self.inner.wake.write(1);
-        if let Some(t) = self.thread.take() {
-            let _ = t.join();
-        }
+        let inner = &self.inner;
+        self.thread.end(|| {
+            inner.stop.store(true, Ordering::Release);
+            let _ = inner.wake.write(1);
+        });
     }
 }
 

@@ -5,7 +5,6 @@ use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::thread::JoinHandle;
 
 use nix::poll::{poll, PollFd, PollFlags, PollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -16,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::ibverbs::devices::Port;
 use crate::ibverbs::{sys, verbs, About, Context, Event, Mr, Pd};
 use crate::sync::lock;
-use crate::transport::copy_engine::link::without_signals;
+use crate::thread::Thread;
 
 /// What can end a connection from outside its data path.
 #[derive(Debug, Default)]
@@ -60,7 +59,7 @@ type Watches = Arc<Mutex<Vec<Watch>>>;
 #[derive(Debug)]
 pub struct Adapter {
     // Before the context, which the thread reads.
-    _events: Events,
+    events: Events,
     watches: Watches,
     /// By first and last page, and access.
     regions: Mutex<HashMap<(u64, u64, u32), Weak<Mr>>>,
@@ -69,7 +68,6 @@ pub struct Adapter {
     context: Arc<Context>,
     /// The device's limits.
     pub attr: sys::DeviceAttr,
-    pid: u32,
 }
 
 static ADAPTERS: Mutex<Option<HashMap<String, Weak<Adapter>>>> = Mutex::new(None);
@@ -80,7 +78,7 @@ impl Adapter {
         let mut all = lock(&ADAPTERS);
         let all = all.get_or_insert_default();
         if let Some(a) = all.get(name).and_then(Weak::upgrade) {
-            if a.pid == std::process::id() {
+            if a.events.thread.pid() == std::process::id() {
                 return Ok(a);
             }
             // A fork's copy: the device and the thread are the parent's.
@@ -98,14 +96,13 @@ impl Adapter {
         let pd = Arc::new(context.alloc_pd()?);
         let watches = Watches::default();
         Ok(Adapter {
-            _events: Events::start(context.clone(), watches.clone())?,
+            events: Events::start(context.clone(), watches.clone())?,
             watches,
             regions: Mutex::default(),
             gpus: Mutex::default(),
             pd,
             context,
             attr,
-            pid: std::process::id(),
         })
     }
 
@@ -203,8 +200,7 @@ impl Adapter {
 #[derive(Debug)]
 struct Events {
     stop: Arc<EventFd>,
-    thread: Option<JoinHandle<()>>,
-    pid: u32,
+    thread: Thread,
 }
 
 impl Events {
@@ -215,35 +211,17 @@ impl Events {
             .map_err(|e| Error::system("making an eventfd", e))?;
         let stop = Arc::new(stop);
         let theirs = stop.clone();
-        let thread = without_signals(|| {
-            std::thread::Builder::new()
-                .name("vccl-ib-event".into())
-                .spawn(move || run(&context, &watches, &theirs))
-        })
-        .map_err(|e| {
-            let errno = nix::errno::Errno::from_raw(e.raw_os_error().unwrap_or(libc::EIO));
-            Error::system("starting a thread", errno)
-        })?;
-        Ok(Events {
-            stop,
-            thread: Some(thread),
-            pid: std::process::id(),
-        })
+        let thread = Thread::start("vccl-ib-event", move || run(&context, &watches, &theirs))?;
+        Ok(Events { stop, thread })
     }
 }
 
 impl Drop for Events {
     fn drop(&mut self) {
-        let Some(thread) = self.thread.take() else {
-            return;
-        };
-        if self.pid != std::process::id() {
-            // A fork: the thread is the parent's.
-            std::mem::forget(thread);
-            return;
-        }
-        let _ = self.stop.write(1);
-        let _ = thread.join();
+        let stop = &self.stop;
+        self.thread.end(|| {
+            let _ = stop.write(1);
+        });
     }
 }
 

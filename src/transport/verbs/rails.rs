@@ -13,7 +13,7 @@ use crate::config::Ib;
 use crate::error::{Error, Result};
 use crate::ibverbs::devices::{LinkLayer, Port};
 use crate::ibverbs::{sys, Cq, Mr, Qp};
-use crate::transport::copy_engine::link::random;
+use crate::transport::random;
 use crate::transport::staging::CHUNKS;
 
 /// Writes that one queue pair may have outstanding, at the end that sends.

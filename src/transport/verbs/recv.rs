@@ -14,10 +14,9 @@ use super::{End as VerbsEnd, BATCH};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::ibverbs::sys;
-use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::CHUNKS;
 use crate::transport::tcp::service::Service;
-use crate::transport::{does_not_fit, outside, End, RecvEnd, Region};
+use crate::transport::{close_deadline, does_not_fit, outside, End, RecvEnd, Region};
 
 /// Each so many control writes one tells of its completion.
 const SIGNAL: u32 = 16;

@@ -15,10 +15,9 @@ use super::{End as VerbsEnd, Routing, BATCH};
 use crate::error::Result;
 use crate::gate::Gate;
 use crate::ibverbs::sys;
-use crate::transport::copy_engine::link::close_deadline;
 use crate::transport::staging::CHUNKS;
 use crate::transport::tcp::service::Service;
-use crate::transport::{outside, too_large, End, Region, SendEnd};
+use crate::transport::{close_deadline, outside, too_large, End, Region, SendEnd};
 
 /// A message is split over queue pairs only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;
