@@ -31,7 +31,17 @@ struct Bench {
     steps: usize,
     channels: usize,
     pingpong: bool,
-    yields: bool,
+    ranks: usize,
+    cores: usize,
+}
+
+impl Bench {
+    /// Whether a rank that waits lets others have its core. The kernel has its share of moving many bytes, and
+    /// so have helping threads; a small message waits for nothing but its receiver's next look.
+    fn yields(&self, size: usize) -> bool {
+        let others = !self.pingpong || size >= 64 << 10;
+        self.ranks + usize::from(others) > self.cores
+    }
 }
 
 /// The entry of a rank.
@@ -45,14 +55,13 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
     let (iters, warmup): (usize, usize) = (p.get("iters")?, p.get("warmup")?);
     let check = p.get::<u8>("check")? == 1;
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let latency = p.get::<u8>("pingpong")? == 1;
     let bench = Bench {
         op,
         steps: p.get("steps")?,
         channels: p.get("channels")?,
-        pingpong: latency,
-        // The kernel has its share of moving many bytes; a message or two wait for nothing but the poller.
-        yields: ctx.nranks + usize::from(!latency) > cores,
+        pingpong: p.get::<u8>("pingpong")? == 1,
+        ranks: ctx.nranks,
+        cores,
     };
 
     let most = sizes.list().iter().copied().max().unwrap_or(ELEMENT) as usize;
@@ -239,7 +248,7 @@ fn iterate(
     let mut granted = 0;
     let mut start = Instant::now();
     let mut timing = warmup == 0;
-    let mut idle = Idle::eager(bench.yields);
+    let mut idle = Idle::eager(bench.yields(size));
     let mut quiet_since = None;
     loop {
         let done = flows
@@ -338,7 +347,7 @@ fn pingpong(
             sends.extend(1);
         }
         let mut answered = begins;
-        let mut idle = Idle::eager(bench.yields);
+        let mut idle = Idle::eager(bench.yields(size));
         let began = Instant::now();
         loop {
             let mut moved = false;

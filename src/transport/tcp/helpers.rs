@@ -19,7 +19,8 @@ use crate::thread::Thread;
 /// Ranges below this are moved by the polling thread: waking a helper takes longer.
 pub const WORTH: u64 = 64 << 10;
 /// How long a helper that has nothing to do looks for work before it sleeps: the parts of a message come one
-/// after the other, and to be woken takes longer than that.
+/// after the other, and to be woken takes longer than that. For a socket it sleeps at once: the kernel wakes it,
+/// and each look keeps the socket from others.
 const PATIENCE: Duration = Duration::from_micros(200);
 /// Bytes of one call: as long as halting may take.
 const STEP: usize = 1 << 20;
@@ -132,17 +133,20 @@ impl Shared {
         let mut fds = Vec::with_capacity(self.sockets.len() + 1);
         let mut last = Instant::now();
         loop {
-            let mut moved = false;
+            let (mut moved, mut waits) = (false, false);
             for (i, socket) in self.sockets.iter().enumerate() {
                 match self.handover.work(i) {
                     Work::None => {}
                     Work::Stop => return,
-                    Work::Move { addr, len } => moved |= self.step(i, socket, addr, len),
+                    Work::Move { addr, len } => match self.step(i, socket, addr, len) {
+                        true => moved = true,
+                        false => waits = true,
+                    },
                 }
             }
             if moved {
                 last = Instant::now();
-            } else if last.elapsed() < PATIENCE {
+            } else if !waits && last.elapsed() < PATIENCE {
                 std::thread::yield_now();
             } else {
                 self.sleep(&mut fds);

@@ -540,7 +540,9 @@ impl SendEnd for SendConnection {
             }
         };
         let Some(post) = found.and_then(|i| st.posts.remove(i)) else {
-            // Nobody tests while nothing has begun.
+            // The receiver may wait for messages before this one, and nobody need test them meanwhile.
+            self.stage(st)?;
+            self.flush(st)?;
             st.waits = st.waits.wrapping_add(1);
             if st.waits % WAITS_BETWEEN_LOOKS == 0 {
                 self.look(st)?;
