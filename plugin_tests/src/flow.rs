@@ -165,6 +165,15 @@ impl<'a> Flow<'a> {
         Ok(moved)
     }
 
+    /// Tests what is in flight after an error, and posts no more; true once all has ended, however.
+    pub fn wind_up(&mut self, io: &Progress) -> bool {
+        self.steps.retain(|s| match s {
+            Step::Moving(r) => matches!(io.test(*r), Ok(None)),
+            Step::Flushing(r, _) => matches!(io.test_flush(*r), Ok(false)),
+        });
+        self.steps.is_empty()
+    }
+
     fn complete(&mut self, size: usize) -> Result<()> {
         self.steps.pop_front();
         let number = self.done;

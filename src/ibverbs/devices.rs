@@ -87,6 +87,8 @@ pub struct Found {
     pub skipped: Vec<Skipped>,
     /// Entries of the filter that name nothing there is.
     pub unmatched: Vec<Entry>,
+    /// Devices, whether they are chosen or not.
+    pub devices: usize,
 }
 
 /// A port's attributes with the kernel's own figure of its speed in Mbit/s, or why there are none.
@@ -189,7 +191,10 @@ fn usable(attr: &sys::PortAttr) -> std::result::Result<LinkLayer, String> {
 
 /// Chooses among what was found.
 fn choose(probes: Vec<Probe>, filter: &Filter) -> Found {
-    let mut found = Found::default();
+    let mut found = Found {
+        devices: probes.len(),
+        ..Found::default()
+    };
     let mut seen: Vec<(String, u8)> = Vec::new();
     for probe in probes {
         let skip = |port, reason| Skipped {
@@ -306,6 +311,18 @@ pub fn enumerate(verbs: &'static Verbs, filter: &Filter) -> Result<Found> {
         }
     };
     Ok(choose(list.iter().map(probe).collect(), filter))
+}
+
+/// The RDMA devices that the kernel shows, whoever may use them.
+pub fn of_kernel() -> Vec<String> {
+    let names = std::fs::read_dir(SYSFS).into_iter();
+    let mut names: Vec<String> = names
+        .flatten()
+        .flatten()
+        .map(|e| e.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use super::handle::Place;
 use super::{Properties, MAX_MESSAGE, PTR_CUDA, PTR_HOST};
 use crate::config::{self, Config, Transport};
 use crate::error::{Error, Result};
-use crate::ibverbs::devices::{enumerate, Found, Port};
+use crate::ibverbs::devices::{enumerate, of_kernel, Found, Port};
 use crate::ibverbs::verbs;
 use crate::sync::lock;
 use crate::transport::verbs::wire::MAX_PORTS;
@@ -26,6 +26,8 @@ pub struct Device {
 
 /// All devices, in NCCL's numbering; those that NCCL has joined come last.
 static TABLE: RwLock<Vec<&'static Device>> = RwLock::new(Vec::new());
+/// Why the last look found no RDMA port; empty: it found some.
+static NO_RDMA: RwLock<String> = RwLock::new(String::new());
 
 fn read() -> Vec<&'static Device> {
     TABLE.read().unwrap_or_else(|e| e.into_inner()).clone()
@@ -54,10 +56,23 @@ fn find(config: &Config) -> std::result::Result<Vec<Port>, String> {
             config.ib.hca
         );
     }
-    match found.ports.is_empty() {
-        true => Err("no RDMA port is active".into()),
-        false => Ok(found.ports),
+    match (found.ports.is_empty(), found.devices) {
+        (false, _) => Ok(found.ports),
+        (true, 0) => Err(none_of(&of_kernel())),
+        (true, _) => Err("no RDMA port is active".into()),
     }
+}
+
+/// Why libibverbs finds no device, where the kernel has these.
+fn none_of(kernel: &[String]) -> String {
+    if kernel.is_empty() {
+        return "there is no RDMA device".into();
+    }
+    format!(
+        "the kernel has RDMA devices ({}), of which libibverbs finds none: is /dev/infiniband there and allowed, \
+         in this container too, and is their driver for libibverbs installed?",
+        kernel.join(", ")
+    )
 }
 
 fn ptr_support() -> c_int {
@@ -140,19 +155,28 @@ fn physical(config: &Config, ports: Vec<Port>) -> Vec<Device> {
     }
 }
 
+/// That there is no RDMA here, and why.
+pub fn no_rdma() -> String {
+    match &**NO_RDMA.read().unwrap_or_else(|e| e.into_inner()) {
+        "" => "this device has no RDMA port".into(),
+        why => format!("no RDMA here: {why}"),
+    }
+}
+
 /// Looks for devices. `fresh`: nobody uses those that were found before.
 pub fn look(config: &Config, fresh: bool) {
     let mut table = TABLE.write().unwrap_or_else(|e| e.into_inner());
     if !fresh && !table.is_empty() {
         return;
     }
-    let ports = match find(config) {
-        Ok(ports) => ports,
+    let (ports, why) = match find(config) {
+        Ok(ports) => (ports, String::new()),
         Err(why) => {
             log::info!("no RDMA: {why}");
-            Vec::new()
+            (Vec::new(), why)
         }
     };
+    *NO_RDMA.write().unwrap_or_else(|e| e.into_inner()) = why;
     let devices = physical(config, ports);
     let physical = table.iter().filter(|d| d.members.len() == 1);
     let same = |(a, b): (&&Device, &Device)| {
@@ -251,6 +275,15 @@ mod tests {
     use super::*;
     use crate::ibverbs::devices::LinkLayer;
     use std::collections::HashSet;
+
+    #[test]
+    fn devices_that_only_the_kernel_sees_are_named() {
+        assert_eq!(none_of(&[]), "there is no RDMA device");
+        let text = none_of(&["mlx5_0".into(), "mlx5_1".into()]);
+        for part in ["mlx5_0, mlx5_1", "/dev/infiniband", "driver"] {
+            assert!(text.contains(part), "{part} is not in: {text}");
+        }
+    }
 
     fn port(device: &str, port: u8, link_layer: LinkLayer, speed_mbps: u32) -> Port {
         Port {

@@ -325,13 +325,13 @@ impl Connecting {
         };
         let tcp = allowed.allow(Transport::Tcp) && to.data;
         let no_rdma = match (to.tcp, to.rdma, rdma(ports)) {
-            _ if !allowed.allow(Transport::Verbs) => "VCCL_TRANSPORT excludes verbs",
-            (_, _, None) => "there is no RDMA device here",
-            (_, None, _) => "there is no RDMA device there",
+            _ if !allowed.allow(Transport::Verbs) => "VCCL_TRANSPORT excludes verbs".into(),
+            (_, _, None) => devices::no_rdma(),
+            (_, None, _) => "there is no RDMA device there".into(),
             (_, Some(a), Some(b)) if a.infiniband != b.infiniband => {
-                "one end has InfiniBand and the other RoCE"
+                "one end has InfiniBand and the other RoCE".into()
             }
-            (None, ..) => "there is no TCP address to set up RDMA with",
+            (None, ..) => "there is no TCP address to set up RDMA with".into(),
             (Some(address), Some(there), Some(_)) => {
                 let c =
                     verbs::Connecting::new(address, ports.to_vec(), there.ports.into(), tcp, class);

@@ -21,7 +21,8 @@ use crate::{ensure, fail};
 pub const CASES: &[Case] = &[
     Case::new("fault_transfer", "fault", 2, fault_transfer,
         "a fault in the middle of transfers lets them complete with the right data or gives an error at both \
-         ends, as VCCL_DRIVER_OUTCOME (completes, fails, either) says; new connections work once it is over"),
+         ends, as VCCL_DRIVER_OUTCOME (completes, fails, either) says; a connection that has failed touches no \
+         memory; new connections work once it is over"),
     Case::new("fault_between", "fault", 2, fault_between,
         "what changes in the network between two connections, an address say, does not disturb the second"),
 ];
@@ -35,9 +36,11 @@ const FAULT_TIME: Duration = Duration::from_secs(1);
 /// What a network needs after a fault before new connections must work.
 const SETTLE: Duration = Duration::from_secs(1);
 
+/// Bytes of a message, unless `VCCL_DRIVER_SIZE` says otherwise: with more, messages are under way for longer
+/// than the command takes.
 const SIZE: usize = 100_000;
 const SLOTS: usize = 8;
-const COUNT: usize = 80;
+const COUNT: usize = 48;
 
 /// The command in that variable; the case does not apply without it.
 fn given(variable: &str) -> Result<String> {
@@ -51,7 +54,13 @@ fn sh(command: &str) -> Result<()> {
 }
 
 /// The messages of one end, each with its own data, which the receiver checks.
-fn flow<'a>(ctx: &Ctx, link: &Link, buffer: &'a Buffer, memory: &'a Registered) -> Flow<'a> {
+fn flow<'a>(
+    ctx: &Ctx,
+    link: &Link,
+    bytes: usize,
+    buffer: &'a Buffer,
+    memory: &'a Registered,
+) -> Flow<'a> {
     let (sends, connection) = (link.sends(), link.id);
     let rank = if sends { ctx.rank } else { link.peer };
     let key = move |message| Key {
@@ -60,7 +69,7 @@ fn flow<'a>(ctx: &Ctx, link: &Link, buffer: &'a Buffer, memory: &'a Registered) 
         connection,
         message,
     };
-    let offset = |i: usize| (i % SLOTS) * SIZE;
+    let offset = move |i: usize| (i % SLOTS) * bytes;
     Flow::new(
         format!("connection {connection} with rank {}", link.peer),
         link.comm,
@@ -68,35 +77,52 @@ fn flow<'a>(ctx: &Ctx, link: &Link, buffer: &'a Buffer, memory: &'a Registered) 
         SLOTS,
         move |i| {
             if sends {
-                put(buffer, offset(i), SIZE, key(i)).expect("the buffer has room for its slots");
+                put(buffer, offset(i), bytes, key(i)).expect("the buffer has room for its slots");
             }
             Message {
                 memory,
                 offset: offset(i),
-                size: SIZE,
+                size: bytes,
                 tag: 0,
             }
         },
         move |i, size| {
-            ensure!(size == SIZE, "test gave {size} bytes for {SIZE}");
+            ensure!(size == bytes, "test gave {size} bytes for {bytes}");
             if sends {
                 return Ok(());
             }
-            verify(buffer, offset(i), SIZE, key(i))
+            verify(buffer, offset(i), bytes, key(i))
         },
     )
 }
 
-/// Moves everything; `half` is called once when half of it is there.
-fn move_all(ctx: &Ctx, flows: &mut [Flow], half: impl FnOnce() -> Result<()> + Send) -> Result<()> {
+/// Moves everything, or as much as goes, until each flow has ended: how. `half` is called once when half of it is
+/// there.
+fn move_all(
+    ctx: &Ctx,
+    flows: &mut [Flow],
+    half: impl FnOnce() -> Result<()> + Send,
+) -> Result<Vec<Result<()>>> {
     ctx.progress(|io| {
         let mut half = Some(half);
         let mut idle = Idle::patient();
         let mut last = Instant::now();
-        while flows.iter().any(|f| !f.finished()) {
-            let mut moved = false;
-            for f in flows.iter_mut() {
-                moved |= f.poll(io)?;
+        let mut ends: Vec<Result<()>> = flows.iter().map(|_| Ok(())).collect();
+        loop {
+            let (mut moved, mut over) = (false, true);
+            for (f, end) in flows.iter_mut().zip(&mut ends) {
+                over &= if end.is_err() {
+                    f.wind_up(io)
+                } else {
+                    match f.poll(io) {
+                        Ok(any) => moved |= any,
+                        Err(e) => *end = Err(e),
+                    }
+                    end.is_ok() && f.finished()
+                };
+            }
+            if over {
+                return Ok(ends);
             }
             if flows.iter().all(|f| f.done() >= COUNT / 2) {
                 if let Some(half) = half.take() {
@@ -115,8 +141,20 @@ fn move_all(ctx: &Ctx, flows: &mut [Flow], half: impl FnOnce() -> Result<()> + S
                 idle.wait();
             }
         }
-        Ok(())
     })
+}
+
+/// What an end that has failed was given is the user's again: nothing is written there, even if the fault ends.
+fn is_left_alone(buffer: &Buffer) -> Result<()> {
+    const MARK: u8 = 0xa5;
+    buffer.set(MARK)?;
+    std::thread::sleep(FAULT_TIME + SETTLE);
+    let mut bytes = vec![0; buffer.len()];
+    buffer.read(0, &mut bytes)?;
+    match bytes.iter().position(|b| *b != MARK) {
+        None => Ok(()),
+        Some(at) => fail!("byte {at} was written after the receive had ended in an error"),
+    }
 }
 
 fn fault_transfer(ctx: &mut Ctx) -> Result<()> {
@@ -127,17 +165,23 @@ fn fault_transfer(ctx: &mut Ctx) -> Result<()> {
         ["completes", "fails", "either"].contains(&outcome.as_str()),
         "VCCL_DRIVER_OUTCOME={outcome}"
     );
+    let bytes = match std::env::var("VCCL_DRIVER_SIZE") {
+        Ok(text) => text
+            .parse()
+            .map_err(|_| Error::new(format!("VCCL_DRIVER_SIZE={text}")))?,
+        Err(_) => SIZE,
+    };
     let links = ctx.connect(&[(0, 1), (1, 0)])?;
     let places: Vec<_> = links
         .iter()
-        .map(|l| memory(ctx, l, SLOTS * SIZE))
+        .map(|l| memory(ctx, l, SLOTS * bytes))
         .collect::<Result<_>>()?;
     let mut healer = None;
-    let moved = {
+    let ends = {
         let mut flows: Vec<Flow> = links
             .iter()
             .zip(&places)
-            .map(|(l, (buffer, reg))| flow(ctx, l, buffer, reg))
+            .map(|(l, (buffer, reg))| flow(ctx, l, bytes, buffer, reg))
             .collect();
         move_all(ctx, &mut flows, || {
             if ctx.rank == 0 {
@@ -149,8 +193,14 @@ fn fault_transfer(ctx: &mut Ctx) -> Result<()> {
                 }));
             }
             Ok(())
-        })
+        })?
     };
+    for ((link, end), (buffer, _)) in links.iter().zip(&ends).zip(&places) {
+        if end.is_err() && !link.sends() {
+            is_left_alone(buffer)?;
+        }
+    }
+    let moved: Result<()> = ends.into_iter().collect();
     if let Err(e) = &moved {
         let good = matches!(e.code(), Some(ResultCode::REMOTE | ResultCode::SYSTEM));
         ensure!(good, "neither ncclRemoteError nor ncclSystemError: {e}");

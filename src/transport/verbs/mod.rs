@@ -245,11 +245,12 @@ impl End {
     }
 
     /// Ends all that is under way in a connection that has failed: whoever is told of it may take the memory
-    /// back.
+    /// back. The peer learns of it by the socket.
     #[cold]
     fn halt(&self) {
         if !self.halted.swap(true, Ordering::AcqRel) {
             self.rails.stop();
+            let _ = self.socket.shutdown(std::net::Shutdown::Both);
         }
     }
 
@@ -350,7 +351,6 @@ impl End {
                 .keep(self.socket.clone(), Box::new(self.rails.clone()));
         } else {
             self.halt();
-            let _ = self.socket.shutdown(std::net::Shutdown::Both);
             self.side.service.unwatch();
         }
     }
