@@ -29,6 +29,14 @@ impl Thread {
         })
     }
 
+    /// Stands for one where the owner does its work itself.
+    pub fn none() -> Thread {
+        Thread {
+            handle: None,
+            pid: std::process::id(),
+        }
+    }
+
     /// The process whose it is.
     pub fn pid(&self) -> u32 {
         self.pid

@@ -9,7 +9,7 @@
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
-use std::io::{IoSlice, IoSliceMut};
+use std::io::IoSlice;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -19,8 +19,8 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{
-    accept4, bind, connect, getsockopt, listen, recvmsg, sendmsg, socket, sockopt, AddressFamily,
-    Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
+    accept4, bind, connect, getsockopt, listen, sendmsg, socket, sockopt, AddressFamily, Backlog,
+    ControlMessage, MsgFlags, SockFlag, SockType, UnixAddr,
 };
 
 use super::export::Exports;
@@ -45,7 +45,7 @@ thread_local! {
     static ON_LINK_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-fn address(nonce: &Nonce) -> UnixAddr {
+pub(crate) fn address(nonce: &Nonce) -> UnixAddr {
     let hex: String = nonce.iter().map(|b| format!("{b:02x}")).collect();
     UnixAddr::new_abstract(format!("vccl-{hex}").as_bytes()).expect("37 bytes fit an address")
 }
@@ -259,35 +259,12 @@ impl Link {
 
     fn receive(&self) -> Received {
         let mut packet = vec![0u8; MAX_PACKET];
-        let mut space = nix::cmsg_space!([RawFd; MAX_FDS]);
-        let mut iov = [IoSliceMut::new(&mut packet)];
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
-        let (n, fds, cut) =
-            match recvmsg::<()>(self.fd.as_raw_fd(), &mut iov, Some(&mut space), flags) {
-                Ok(m) => {
-                    let mut fds = Vec::new();
-                    let mut cut = m
-                        .flags
-                        .intersects(MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC);
-                    match m.cmsgs() {
-                        Ok(all) => {
-                            for c in all {
-                                if let ControlMessageOwned::ScmRights(raw) = c {
-                                    for fd in raw {
-                                        // SAFETY: the kernel has just made the descriptor for us.
-                                        fds.push(unsafe { OwnedFd::from_raw_fd(fd) });
-                                    }
-                                }
-                            }
-                        }
-                        Err(_) => cut = true,
-                    }
-                    (m.bytes, fds, cut)
-                }
-                Err(Errno::EAGAIN) => return Received::Nothing,
-                Err(Errno::EINTR) => return Received::Again,
-                Err(e) => return Received::End(format!("its socket failed: {}", e.desc())),
-            };
+        let (n, fds, cut) = match receive_packet(self.fd.as_fd(), &mut packet) {
+            Ok(received) => received,
+            Err(Errno::EAGAIN) => return Received::Nothing,
+            Err(Errno::EINTR) => return Received::Again,
+            Err(e) => return Received::End(format!("its socket failed: {}", e.desc())),
+        };
         if n == 0 {
             return Received::End("it has ended, or closed its side".into());
         }
@@ -575,6 +552,52 @@ enum Received {
     End(String),
 }
 
+/// A packet's length, its descriptors, and whether it was cut. Not nix's `recvmsg`: where some descriptors were
+/// cut off, it does not give the others, and nobody closes them.
+fn receive_packet(
+    socket: BorrowedFd<'_>,
+    packet: &mut [u8],
+) -> nix::Result<(usize, Vec<OwnedFd>, bool)> {
+    // SAFETY: only arithmetic.
+    const SPACE: usize =
+        unsafe { libc::CMSG_SPACE((MAX_FDS * size_of::<RawFd>()) as u32) as usize };
+    // Words, so that the headers are aligned.
+    let mut space = [0u64; SPACE.div_ceil(8)];
+    let mut part = libc::iovec {
+        iov_base: packet.as_mut_ptr().cast(),
+        iov_len: packet.len(),
+    };
+    // SAFETY: all zero is a value of this struct.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = &raw mut part;
+    message.msg_iovlen = 1;
+    message.msg_control = space.as_mut_ptr().cast();
+    message.msg_controllen = SPACE;
+    let flags = libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC;
+    // SAFETY: the message and all that it points to live during the call.
+    let n = Errno::result(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, flags) })?;
+    let mut fds = Vec::new();
+    // SAFETY: the kernel has written the headers, and how far they go.
+    let mut header = unsafe { libc::CMSG_FIRSTHDR(&message) };
+    while !header.is_null() {
+        // SAFETY: not NULL, so it lies in `space`.
+        let (c, data) = unsafe { (*header, libc::CMSG_DATA(header)) };
+        if (c.cmsg_level, c.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+            let bytes = c.cmsg_len - (data as usize - header as usize);
+            for i in 0..bytes / size_of::<RawFd>() {
+                // SAFETY: inside of what the header covers; the kernel has just made the descriptor for us.
+                fds.push(unsafe {
+                    OwnedFd::from_raw_fd(data.cast::<RawFd>().add(i).read_unaligned())
+                });
+            }
+        }
+        // SAFETY: as for the first.
+        header = unsafe { libc::CMSG_NXTHDR(&message, header) };
+    }
+    let cut = message.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0;
+    Ok((n as usize, fds, cut))
+}
+
 /// A descriptor that becomes readable when the peer process ends; none where the kernel cannot.
 fn pidfd(socket: BorrowedFd<'_>, pid: i32) -> Option<OwnedFd> {
     const SO_PEERPIDFD: libc::c_int = 77;
@@ -729,7 +752,6 @@ impl Inner {
     }
 
     fn serve(self: &Arc<Inner>) {
-        let mut events = [EpollEvent::empty(); 64];
         let mut busy_rounds = 0u32;
         while !self.stop.load(Ordering::Acquire) {
             let waiting = self.run_chores();
@@ -745,39 +767,44 @@ impl Inner {
                 busy_rounds = 0;
                 EpollTimeout::NONE
             };
-            let n = match self.epoll.wait(&mut events, timeout) {
-                Ok(n) => n,
-                Err(Errno::EINTR) => continue,
-                Err(e) => {
-                    log::warn!("the link thread cannot wait for events: {}", e.desc());
-                    std::thread::sleep(Duration::from_millis(10));
-                    continue;
-                }
-            };
-            if retry {
-                let links: Vec<_> = lock(&self.links).values().cloned().collect();
-                for l in links {
-                    l.flush(&mut lock(&l.out));
-                }
+            self.attend(timeout, retry);
+        }
+    }
+
+    /// Acts on what happens, waiting for `timeout` at most. `retry`: some messages could not be sent.
+    fn attend(self: &Arc<Inner>, timeout: EpollTimeout, retry: bool) {
+        let mut events = [EpollEvent::empty(); 64];
+        let n = match self.epoll.wait(&mut events, timeout) {
+            Ok(n) => n,
+            Err(Errno::EINTR) => return,
+            Err(e) => {
+                log::warn!("the link thread cannot wait for events: {}", e.desc());
+                std::thread::sleep(Duration::from_millis(10));
+                return;
             }
-            for e in &events[..n] {
-                match e.data() {
-                    TOKEN_LISTENER => self.accept_links(),
-                    TOKEN_WAKE => {
-                        let _ = self.wake.read();
+        };
+        if retry {
+            let links: Vec<_> = lock(&self.links).values().cloned().collect();
+            for l in links {
+                l.flush(&mut lock(&l.out));
+            }
+        }
+        for e in &events[..n] {
+            match e.data() {
+                TOKEN_LISTENER => self.accept_links(),
+                TOKEN_WAKE => {
+                    let _ = self.wake.read();
+                }
+                token => {
+                    let Some(link) = lock(&self.links).get(&(token & !PROCESS_BIT)).cloned() else {
+                        continue;
+                    };
+                    if token & PROCESS_BIT == 0 {
+                        link.flush(&mut lock(&link.out));
                     }
-                    token => {
-                        let Some(link) = lock(&self.links).get(&(token & !PROCESS_BIT)).cloned()
-                        else {
-                            continue;
-                        };
-                        if token & PROCESS_BIT == 0 {
-                            link.flush(&mut lock(&link.out));
-                        }
-                        self.read_link(&link);
-                        if token & PROCESS_BIT != 0 {
-                            link.die("its process has ended");
-                        }
+                    self.read_link(&link);
+                    if token & PROCESS_BIT != 0 {
+                        link.die("its process has ended");
                     }
                 }
             }
@@ -801,6 +828,22 @@ impl Service {
     }
 
     fn start() -> Result<Service> {
+        let mut service = Service::by_hand()?;
+        let shared = service.inner.clone();
+        service.thread = Thread::start("vccl-link", move || {
+            let _relaxed = Relaxed::begin();
+            ON_LINK_THREAD.set(true);
+            // A panic must not leave connections waiting for ever.
+            while std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| shared.serve())).is_err()
+            {
+                log::warn!("the link thread failed (a fault of vccl's) and goes on");
+            }
+        })?;
+        Ok(service)
+    }
+
+    /// One without its thread.
+    pub(crate) fn by_hand() -> Result<Service> {
         let sys = |what: &'static str| move |e| Error::system(what, e);
         let nonce = random();
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(sys("epoll_create1"))?;
@@ -828,17 +871,24 @@ impl Service {
             retry: AtomicBool::new(false),
             stop: AtomicBool::new(false),
         });
-        let shared = inner.clone();
-        let thread = Thread::start("vccl-link", move || {
-            let _relaxed = Relaxed::begin();
-            ON_LINK_THREAD.set(true);
-            // A panic must not leave connections waiting for ever.
-            while std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| shared.serve())).is_err()
-            {
-                log::warn!("the link thread failed (a fault of vccl's) and goes on");
-            }
-        })?;
-        Ok(Service { inner, thread })
+        Ok(Service {
+            inner,
+            thread: Thread::none(),
+        })
+    }
+
+    /// What its thread does in a round, without waiting.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn round(&self) {
+        self.inner.run_chores();
+        let retry = self.inner.retry.swap(false, Ordering::AcqRel);
+        self.inner.attend(EpollTimeout::ZERO, retry);
+    }
+
+    /// How many links it has.
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn links(&self) -> usize {
+        lock(&self.inner.links).len()
     }
 
     /// This process's name.
@@ -915,5 +965,47 @@ impl Drop for Service {
         let links = std::mem::take(&mut *lock(&self.inner.links));
         lock(&self.inner.by_peer).clear();
         drop(links);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::fcntl::OFlag;
+    use std::fs::File;
+    use std::io::Read;
+
+    /// A process that connects to a service, and sends a packet with descriptors.
+    fn stranger(service: &Service, packet: &[u8], fds: &[RawFd]) -> OwnedFd {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let s = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).unwrap();
+        connect(s.as_raw_fd(), &address(service.nonce())).unwrap();
+        let iov = [IoSlice::new(packet)];
+        let rights = [ControlMessage::ScmRights(fds)];
+        sendmsg::<()>(s.as_raw_fd(), &iov, &rights, MsgFlags::empty(), None).unwrap();
+        s
+    }
+
+    #[test]
+    fn descriptors_that_nobody_wants_are_closed() {
+        let service = Service::by_hand().unwrap();
+        for (packet, n) in [
+            (Message::Welcome.encode(), 1),
+            (Message::Welcome.encode(), MAX_FDS),
+            // More than there is room for.
+            (Message::Welcome.encode(), MAX_FDS + 16),
+            (b"what?".to_vec(), MAX_FDS + 16),
+            (vec![0; MAX_PACKET + 1], 3),
+        ] {
+            let flags = OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
+            let (all_closed, end) = nix::unistd::pipe2(flags).unwrap();
+            let _s = stranger(&service, &packet, &vec![end.as_raw_fd(); n]);
+            drop(end);
+            // One to accept it, one to read.
+            service.inner.attend(EpollTimeout::ZERO, false);
+            service.inner.attend(EpollTimeout::ZERO, false);
+            let read = File::from(all_closed).read(&mut [0]);
+            assert_eq!(read.ok(), Some(0), "{n} with {} bytes", packet.len());
+        }
     }
 }

@@ -48,9 +48,12 @@ pub struct Listening {
 impl Listening {
     /// Starts to listen.
     pub fn new() -> Result<Listening> {
-        let service = Service::get()?;
+        Ok(Listening::of(Service::get()?))
+    }
+
+    pub(crate) fn of(service: Arc<Service>) -> Listening {
         let listener = service.listen();
-        Ok(Listening { service, listener })
+        Listening { service, listener }
     }
 
     /// What goes into the handle.
@@ -95,12 +98,16 @@ pub struct Connecting {
 impl Connecting {
     /// Starts to connect.
     pub fn new(address: Address) -> Result<Connecting> {
-        Ok(Connecting {
-            service: Service::get()?,
+        Ok(Connecting::of(Service::get()?, address))
+    }
+
+    pub(crate) fn of(service: Arc<Service>, address: Address) -> Connecting {
+        Connecting {
+            service,
             address,
             started: Instant::now(),
             asked: None,
-        })
+        }
     }
 
     /// How long it has been going on.

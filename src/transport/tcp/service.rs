@@ -27,7 +27,7 @@ use crate::thread::Thread;
 use crate::transport::close_deadline;
 
 /// How long a stranger may take to introduce itself.
-const GREETING: Duration = Duration::from_secs(10);
+pub(crate) const GREETING: Duration = Duration::from_secs(10);
 /// Sockets that have not introduced themselves, or not all of their connection; beyond that the oldest goes.
 const MAX_PENDING: usize = 4096;
 /// Files that a process is allowed to open at most: beyond that, programs that close all that they might have
@@ -131,10 +131,19 @@ impl Service {
         allow_files();
         let config = config::current();
         let own = interfaces::own_address(config.socket_ifname.as_deref(), config.socket_family)?;
-        let socket = TcpListener::bind(own.address).map_err(system(format!(
-            "listening on {} ({})",
-            own.address, own.name
-        )))?;
+        let (mut service, guests) = Service::at(own.address, own.name, MAX_PENDING)?;
+        service.thread = Thread::start("vccl-tcp", move || guests.run())?;
+        Ok(service)
+    }
+
+    /// One without its thread, and what that thread is to run. `most`: in place of [`MAX_PENDING`].
+    pub(crate) fn at(
+        address: SocketAddr,
+        interface: String,
+        most: usize,
+    ) -> Result<(Service, Guests)> {
+        let socket = TcpListener::bind(address)
+            .map_err(system(format!("listening on {address} ({interface})")))?;
         // The default queue is short for a thousand connections at a time.
         listen(&socket, Backlog::MAXCONN).map_err(|e| Error::system("listening", e))?;
         socket
@@ -152,15 +161,15 @@ impl Service {
             lingering: Mutex::default(),
             watched: Mutex::default(),
         });
-        let theirs = inner.clone();
-        let thread = Thread::start("vccl-tcp", move || Guests::new(theirs, socket).run())?;
-        Ok(Service {
+        let guests = Guests::new(inner.clone(), socket, most);
+        let service = Service {
             inner,
             address,
-            interface: own.name,
+            interface,
             next: AtomicU64::new(1),
-            thread,
-        })
+            thread: Thread::none(),
+        };
+        Ok((service, guests))
     }
 
     /// Where it listens.
@@ -265,9 +274,12 @@ struct Party {
     since: Instant,
 }
 
-struct Guests {
+/// What the thread knows.
+pub(crate) struct Guests {
     inner: Arc<Inner>,
     socket: TcpListener,
+    /// Guests at a time, and parties.
+    most: usize,
     guests: Vec<Guest>,
     parties: HashMap<[u8; 16], Party>,
     lingering: Vec<Lingering>,
@@ -276,10 +288,11 @@ struct Guests {
 }
 
 impl Guests {
-    fn new(inner: Arc<Inner>, socket: TcpListener) -> Guests {
+    fn new(inner: Arc<Inner>, socket: TcpListener, most: usize) -> Guests {
         Guests {
             inner,
             socket,
+            most,
             guests: Vec::new(),
             parties: HashMap::new(),
             lingering: Vec::new(),
@@ -291,35 +304,40 @@ impl Guests {
     fn run(mut self) {
         while !self.inner.stop.load(Ordering::Acquire) {
             self.wait();
-            let _ = self.inner.wake.read();
-            self.welcome();
-            self.listen_to();
-            self.lingering.append(&mut lock(&self.inner.lingering));
-            self.lingering
-                .retain(|l| l.until > Instant::now() && reads_on(&l.socket));
-            self.watched.append(&mut lock(&self.inner.watched));
-            self.watched.retain(|w| {
-                let unwanted = Arc::strong_count(&w.ended) == 1;
-                let ended = !unwanted && !reads_on_for(&w.socket, &w.said);
-                if ended {
-                    let how = match w.said.load(Ordering::Relaxed) {
-                        true => end::IN_ORDER,
-                        false => end::ENDED,
-                    };
-                    w.ended.store(how, Ordering::Release);
-                }
-                !unwanted && !ended
-            });
-            // They know the secret, and take as long as a connector may.
-            let patience = Duration::from_secs(config::current().connect_timeout_s);
-            if !self.parties.is_empty() {
-                let listeners = lock(&self.inner.listeners);
-                self.parties.retain(|_, p| {
-                    p.since.elapsed() < patience && listeners.contains_key(&p.first.listener)
-                });
-            }
+            self.round();
         }
         self.part();
+    }
+
+    /// Does what there is to do, and waits for nothing.
+    pub(crate) fn round(&mut self) {
+        let _ = self.inner.wake.read();
+        self.welcome();
+        self.listen_to();
+        self.lingering.append(&mut lock(&self.inner.lingering));
+        self.lingering
+            .retain(|l| l.until > Instant::now() && reads_on(&l.socket));
+        self.watched.append(&mut lock(&self.inner.watched));
+        self.watched.retain(|w| {
+            let unwanted = Arc::strong_count(&w.ended) == 1;
+            let ended = !unwanted && !reads_on_for(&w.socket, &w.said);
+            if ended {
+                let how = match w.said.load(Ordering::Relaxed) {
+                    true => end::IN_ORDER,
+                    false => end::ENDED,
+                };
+                w.ended.store(how, Ordering::Release);
+            }
+            !unwanted && !ended
+        });
+        // They know the secret, and take as long as a connector may.
+        let patience = Duration::from_secs(config::current().connect_timeout_s);
+        if !self.parties.is_empty() {
+            let listeners = lock(&self.inner.listeners);
+            self.parties.retain(|_, p| {
+                p.since.elapsed() < patience && listeners.contains_key(&p.first.listener)
+            });
+        }
     }
 
     /// Whoever waits for the thread's end waits for this: what was sent last gets to the peers' hosts, if
@@ -351,9 +369,7 @@ impl Guests {
                 "a connection over TCP cannot be accepted: {e}; raise the limit of open files (ulimit -n)"
             );
         }
-        if !self.guests.is_empty() {
-            self.guests.remove(0);
-        }
+        self.make_room();
         std::thread::sleep(Duration::from_millis(20));
     }
 
@@ -381,8 +397,8 @@ impl Guests {
                     if socket.set_nonblocking(true).is_err() {
                         continue;
                     }
-                    if self.guests.len() >= MAX_PENDING {
-                        self.guests.remove(0);
+                    if self.guests.len() >= self.most {
+                        self.make_room();
                     }
                     self.guests.push(Guest {
                         socket,
@@ -410,29 +426,41 @@ impl Guests {
     fn listen_to(&mut self) {
         let mut i = 0;
         while i < self.guests.len() {
-            let g = &mut self.guests[i];
+            i += usize::from(self.stays(i));
+        }
+    }
+
+    /// Reads what a guest has said. Who has said all, or is gone, or takes too long, is no guest any more.
+    fn stays(&mut self, i: usize) -> bool {
+        let g = &mut self.guests[i];
+        let said_all = loop {
             match g.socket.read(&mut g.bytes[g.have..]) {
-                Ok(0) => {
-                    self.guests.remove(i);
-                }
+                Ok(0) => break false,
                 Ok(n) => {
                     g.have += n;
                     if g.have == HELLO_LEN {
-                        let g = self.guests.remove(i);
-                        self.introduce(g);
+                        break true;
                     }
                 }
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
-                    if g.since.elapsed() > GREETING {
-                        self.guests.remove(i);
-                    } else {
-                        i += 1;
-                    }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock && g.since.elapsed() <= GREETING => {
+                    return true;
                 }
-                Err(_) => {
-                    self.guests.remove(i);
-                }
+                Err(_) => break false,
             }
+        };
+        let g = self.guests.remove(i);
+        if said_all {
+            self.introduce(g);
+        }
+        false
+    }
+
+    /// The oldest guest makes room, unless it has said all by now: then it was not heard yet for all the others
+    /// who came.
+    fn make_room(&mut self) {
+        if !self.guests.is_empty() && self.stays(0) {
+            self.guests.remove(0);
         }
     }
 
@@ -453,7 +481,8 @@ impl Guests {
             log::info!("{peer} asked for a transport that VCCL_TRANSPORT excludes here");
             return;
         }
-        if self.parties.len() >= MAX_PENDING {
+        let begun = self.parties.contains_key(&hello.connection);
+        if !begun && self.parties.len() >= self.most {
             return;
         }
         let party = self
@@ -489,6 +518,24 @@ impl Guests {
                 });
             }
         }
+    }
+}
+
+#[cfg(any(test, feature = "fuzzing"))]
+impl Guests {
+    /// As if so much time had passed for all that wait.
+    pub(crate) fn pass(&mut self, time: Duration) {
+        let begun = self.guests.iter_mut().map(|g| &mut g.since);
+        for since in begun.chain(self.parties.values_mut().map(|p| &mut p.since)) {
+            *since -= time;
+        }
+    }
+
+    /// Sockets that have not introduced themselves, connections that are not complete, and sockets that are
+    /// kept for their ends.
+    pub(crate) fn held(&self) -> [usize; 3] {
+        let kept = self.lingering.len() + self.watched.len();
+        [self.guests.len(), self.parties.len(), kept]
     }
 }
 
@@ -535,5 +582,69 @@ fn reads_on_for(mut s: &TcpStream, said: &AtomicBool) -> bool {
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return e.kind() == ErrorKind::WouldBlock,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A service that keeps `most` guests, and connections that are incomplete; and a listener.
+    fn listening(most: usize) -> (Service, Guests, Arc<Listener>) {
+        let (service, guests) = Service::at(([127, 0, 0, 1], 0).into(), "lo".into(), most).unwrap();
+        let l = service.listen([7; 16], [true, false]);
+        (service, guests, l)
+    }
+
+    fn hello(l: &Listener, connection: u8, socket: u16, sockets: u16) -> [u8; HELLO_LEN] {
+        let hello = Hello {
+            listener: l.id,
+            secret: l.secret,
+            connection: [connection; 16],
+            socket,
+            sockets,
+            purpose: purpose::TCP,
+        };
+        hello.encode()
+    }
+
+    fn guest(to: &Service, bytes: &[u8]) -> TcpStream {
+        let mut s = TcpStream::connect(to.address()).unwrap();
+        s.write_all(bytes).unwrap();
+        s
+    }
+
+    /// Looks until as many connections as that are complete.
+    fn complete(guests: &mut Guests, l: &Listener, n: usize) -> bool {
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_millis(200) {
+            guests.round();
+            if lock(&l.waiting).as_ref().is_some_and(|w| w.len() == n) {
+                return true;
+            }
+        }
+        false
+    }
+
+    #[test]
+    fn who_has_said_all_is_not_what_makes_room() {
+        let (service, mut guests, l) = listening(3);
+        let _good = guest(&service, &hello(&l, 1, 0, 1));
+        let _silent: Vec<_> = (0..9).map(|_| guest(&service, b"GET / HT")).collect();
+        assert!(complete(&mut guests, &l, 1));
+        assert_eq!(guests.held()[0], 3);
+    }
+
+    #[test]
+    fn what_is_half_there_is_completed_when_no_more_may_begin() {
+        let (service, mut guests, l) = listening(2);
+        let mut kept = Vec::new();
+        for connection in 1..=3 {
+            kept.push(guest(&service, &hello(&l, connection, 0, 2)));
+            assert!(!complete(&mut guests, &l, 1));
+        }
+        assert_eq!(guests.held()[1], 2);
+        kept.push(guest(&service, &hello(&l, 1, 1, 2)));
+        assert!(complete(&mut guests, &l, 1));
     }
 }
