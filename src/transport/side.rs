@@ -1,10 +1,11 @@
 //! What both ends of a connection between hosts are made of, whatever moves their bytes, but for the data path's
 //! state.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
+use super::copy_engine::engine::Gpu;
 use super::copy_engine::memory::classify;
 use super::staging::Staging;
 use super::tcp::service::Service;
@@ -20,6 +21,9 @@ pub(crate) struct Side {
     pub(crate) failed: OnceLock<Error>,
     regions: AtomicU32,
     pub(crate) staging: OnceLock<Staging>,
+    /// VMM memory has been staged at this end: NCCL's own buffers, which it registers first.
+    vmm: AtomicBool,
+    refused: AtomicBool,
     /// One thread at a time makes the staging, and what belongs to it.
     pub(crate) making: Mutex<()>,
     /// The connection's name in messages to people.
@@ -33,6 +37,8 @@ impl Side {
             failed: OnceLock::new(),
             regions: AtomicU32::new(0),
             staging: OnceLock::new(),
+            vmm: AtomicBool::new(false),
+            refused: AtomicBool::new(false),
             making: Mutex::new(()),
             peer,
         }
@@ -75,7 +81,25 @@ impl Side {
     }
 
     /// Makes what memory of GPU `ordinal` goes through, unless it is there.
-    pub(crate) fn stage(&self, ordinal: i32) -> Result<()> {
+    ///
+    /// A user's cudaMalloc memory is refused where NCCL's own buffers are VMM memory, which it then uses. A copy
+    /// of this process into cudaMalloc memory can wait for the kernels of its context, as long as another thread
+    /// of the application loads a kernel, say; and NCCL's kernel waits for that copy. Seen with PyTorch.
+    pub(crate) fn stage(&self, ordinal: i32, addr: u64) -> Result<()> {
+        if Gpu::of_device(ordinal)?.reaches_alone(addr) {
+            self.vmm.store(true, Ordering::Relaxed);
+        } else if self.vmm.load(Ordering::Relaxed) {
+            let e = Error::invalid_usage(format!(
+                "{}: the cudaMalloc memory at {addr:#x} is not registered but goes through NCCL's buffers: copies \
+                 into it could wait for kernels that wait for them; ncclMemAlloc memory is, and expandable segments",
+                self.peer
+            ));
+            if !self.refused.swap(true, Ordering::Relaxed) {
+                log::info!("{}", e.text());
+            }
+            // NCCL goes on without.
+            return Err(e.again());
+        }
         let _one_at_a_time = lock(&self.making);
         if self.staging.get().is_none() {
             let made = Staging::new(ordinal).map_err(|e| e.context(&self.peer))?;
@@ -121,7 +145,7 @@ impl Side {
     pub(crate) fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
         let memory = self.classify(addr, len, cuda)?;
         if let Memory::Device(ordinal) = memory {
-            self.stage(ordinal)?;
+            self.stage(ordinal, addr)?;
         }
         Ok(self.region(addr, len, memory, None))
     }

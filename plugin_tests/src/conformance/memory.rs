@@ -3,10 +3,12 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
+use vccl::error::ResultCode;
+
 use super::util::{put, recv, send, verify, wait};
 use super::Case;
 use crate::ensure;
-use crate::error::{Context, Result};
+use crate::error::{Context, Error, Result};
 use crate::exchange::{exchange, Shape, Stream};
 use crate::memory::{Buffer, Kind};
 use crate::net::Registered;
@@ -20,7 +22,46 @@ pub const CASES: &[Case] = &[
         "memory that is freed and allocated again at the same address is registered anew, with its new content"),
     Case::new("reg_race", "memory", 2, reg_race,
         "regMr and deregMr on the service thread disturb no message on the progress thread"),
+    Case::new("users_memory", "memory", 2, users_memory,
+        "a user's cudaMalloc memory beside NCCL's VMM buffers is registered, or refused where it would be staged; \
+         the buffers carry messages all the same"),
 ];
+
+/// What NCCL does with a buffer of the user's: registered behind its own, and if that is refused used without.
+fn users_memory(ctx: &mut Ctx) -> Result<()> {
+    let links = ctx.connect(&[(0, 1), (1, 0)])?;
+    if ctx.send_kind()? != Kind::Vmm || ctx.recv_kind()? != Kind::Vmm {
+        return Err(Error::skip("it takes VMM memory on both sides"));
+    }
+    let shape = |_: usize| Shape::plain(300_000);
+    let both = |ctx: &Ctx| {
+        let streams: Vec<Stream> = links.iter().map(|l| Stream::new(l, 20, &shape)).collect();
+        exchange(ctx, &streams)
+    };
+    both(ctx)?;
+    let user = Arc::new(Buffer::new(Kind::Cuda, 1 << 20, ctx.gpu)?);
+    let staged = std::env::var("VCCL_TRANSPORT").is_ok_and(|t| t == "tcp");
+    let private = std::env::var("VCCL_CUDA_CONTEXT").map_or(true, |c| c == "private");
+    for link in &links {
+        match ctx.register(link, &user) {
+            Ok(reg) => {
+                ensure!(
+                    !(staged && private),
+                    "cudaMalloc memory is staged beside VMM memory"
+                );
+                ctx.deregister(vec![reg])?;
+            }
+            Err(e) => {
+                ensure!(e.code() == Some(ResultCode::INVALID_USAGE), "{e}");
+                // RDMA may stage too; the copy engines have no reason.
+                let copies = std::env::var("VCCL_TRANSPORT").is_ok_and(|t| t == "copy_engine");
+                ensure!(!copies, "refused by the copy engines: {e}");
+            }
+        }
+    }
+    both(ctx)?;
+    ctx.close(&links)
+}
 
 fn registrations(ctx: &mut Ctx) -> Result<()> {
     const LEN: usize = 4 << 20;
@@ -135,7 +176,12 @@ fn reregister(ctx: &mut Ctx) -> Result<()> {
 
 fn reg_race(ctx: &mut Ctx) -> Result<()> {
     let links = ctx.connect(&[(0, 1), (1, 0)])?;
-    let kinds = [ctx.send_kind()?, ctx.recv_kind()?, Kind::Malloc];
+    let mut kinds = vec![ctx.send_kind()?, ctx.recv_kind()?, Kind::Malloc];
+    let staged = std::env::var("VCCL_TRANSPORT").is_ok_and(|t| t != "copy_engine");
+    if staged && kinds.contains(&Kind::Vmm) && kinds.contains(&Kind::Cuda) {
+        // One end takes no mixture: see `users_memory`.
+        kinds = vec![Kind::Malloc];
+    }
     let buffers: Vec<Arc<Buffer>> = kinds
         .iter()
         .flat_map(|k| [4_096usize, 300_000, 2 << 20].map(|len| (*k, len)))

@@ -296,7 +296,7 @@ impl End {
             }
         };
         if let (Memory::Device(ordinal), None) = (memory, &keys) {
-            self.side.stage(ordinal)?;
+            self.side.stage(ordinal, addr)?;
             self.register_chunks()?;
         }
         Ok(self.side.region(addr, len, memory, keys.map(Box::new)))
