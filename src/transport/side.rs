@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use super::copy_engine::engine::Gpu;
-use super::copy_engine::memory::classify;
+use super::copy_engine::memory::{classify, is_vmm};
 use super::staging::Staging;
 use super::tcp::service::Service;
 use super::{verbs, Memory, Region};
@@ -21,8 +20,8 @@ pub(crate) struct Side {
     pub(crate) failed: OnceLock<Error>,
     regions: AtomicU32,
     pub(crate) staging: OnceLock<Staging>,
-    /// VMM memory has been staged at this end: NCCL's own buffers, which it registers first.
-    vmm: AtomicBool,
+    /// Whether the GPU memory that was registered first is VMM memory, and staged.
+    pub(crate) own_vmm: OnceLock<bool>,
     refused: AtomicBool,
     /// One thread at a time makes the staging, and what belongs to it.
     pub(crate) making: Mutex<()>,
@@ -37,7 +36,7 @@ impl Side {
             failed: OnceLock::new(),
             regions: AtomicU32::new(0),
             staging: OnceLock::new(),
-            vmm: AtomicBool::new(false),
+            own_vmm: OnceLock::new(),
             refused: AtomicBool::new(false),
             making: Mutex::new(()),
             peer,
@@ -82,22 +81,24 @@ impl Side {
 
     /// Makes what memory of GPU `ordinal` goes through, unless it is there.
     ///
-    /// A user's cudaMalloc memory is refused where NCCL's own buffers are VMM memory, which it then uses. A copy
-    /// of this process into cudaMalloc memory can wait for the kernels of its context, as long as another thread
-    /// of the application loads a kernel, say; and NCCL's kernel waits for that copy. Seen with PyTorch.
+    /// A user's cudaMalloc memory is refused where NCCL's own buffers, which it registers first, are VMM memory and
+    /// staged too: NCCL then copies it through those. A copy of this process into cudaMalloc memory can wait for
+    /// the kernels of its context while another thread of the application loads a kernel; and NCCL's kernel waits
+    /// for that copy. Seen with PyTorch; with all kernels loaded at the start it does not happen.
     pub(crate) fn stage(&self, ordinal: i32, addr: u64) -> Result<()> {
-        if Gpu::of_device(ordinal)?.reaches_alone(addr) {
-            self.vmm.store(true, Ordering::Relaxed);
-        } else if self.vmm.load(Ordering::Relaxed) {
+        let vmm = is_vmm(addr);
+        let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|m| m == "EAGER");
+        if *self.own_vmm.get_or_init(|| vmm) && !vmm && !eager {
             let e = Error::invalid_usage(format!(
-                "{}: the cudaMalloc memory at {addr:#x} is not registered but goes through NCCL's buffers: copies \
-                 into it could wait for kernels that wait for them; ncclMemAlloc memory is, and expandable segments",
+                "{}: cudaMalloc memory at {addr:#x} is not registered but goes through NCCL's buffers: copies into it \
+                 could wait for kernels that wait for them (CUDA_MODULE_LOADING=EAGER; or ncclMemAlloc, or \
+                 expandable segments, at both ends of a transfer)",
                 self.peer
             ));
             if !self.refused.swap(true, Ordering::Relaxed) {
                 log::info!("{}", e.text());
             }
-            // NCCL goes on without.
+            // NCCL goes on without, and asks again with each operation.
             return Err(e.again());
         }
         let _one_at_a_time = lock(&self.making);

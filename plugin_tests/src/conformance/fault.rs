@@ -195,16 +195,20 @@ fn fault_transfer(ctx: &mut Ctx) -> Result<()> {
             Ok(())
         })?
     };
+    ensure!(
+        ctx.rank != 0 || healer.is_some(),
+        "the connections ended before the fault"
+    );
+    for e in ends.iter().filter_map(|e| e.as_ref().err()) {
+        let good = matches!(e.code(), Some(ResultCode::REMOTE | ResultCode::SYSTEM));
+        ensure!(good, "neither ncclRemoteError nor ncclSystemError: {e}");
+    }
     for ((link, end), (buffer, _)) in links.iter().zip(&ends).zip(&places) {
         if end.is_err() && !link.sends() {
             is_left_alone(buffer)?;
         }
     }
     let moved: Result<()> = ends.into_iter().collect();
-    if let Err(e) = &moved {
-        let good = matches!(e.code(), Some(ResultCode::REMOTE | ResultCode::SYSTEM));
-        ensure!(good, "neither ncclRemoteError nor ncclSystemError: {e}");
-    }
     ctx.deregister(places.into_iter().map(|p| p.1).collect())?;
     ctx.close(&links)?;
     let all = ctx.oob.all_gather(&[u8::from(moved.is_err())])?;

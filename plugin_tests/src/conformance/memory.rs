@@ -41,12 +41,12 @@ fn users_memory(ctx: &mut Ctx) -> Result<()> {
     both(ctx)?;
     let user = Arc::new(Buffer::new(Kind::Cuda, 1 << 20, ctx.gpu)?);
     let staged = std::env::var("VCCL_TRANSPORT").is_ok_and(|t| t == "tcp");
-    let private = std::env::var("VCCL_CUDA_CONTEXT").map_or(true, |c| c == "private");
+    let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|m| m == "EAGER");
     for link in &links {
         match ctx.register(link, &user) {
             Ok(reg) => {
                 ensure!(
-                    !(staged && private),
+                    eager || !staged,
                     "cudaMalloc memory is staged beside VMM memory"
                 );
                 ctx.deregister(vec![reg])?;
@@ -58,6 +58,12 @@ fn users_memory(ctx: &mut Ctx) -> Result<()> {
                 ensure!(!copies, "refused by the copy engines: {e}");
             }
         }
+    }
+    // NCCL's own may be several.
+    let own = Arc::new(Buffer::new(Kind::Vmm, 1 << 20, ctx.gpu)?);
+    for link in &links {
+        let reg = ctx.register(link, &own)?;
+        ctx.deregister(vec![reg])?;
     }
     both(ctx)?;
     ctx.close(&links)

@@ -278,6 +278,7 @@ impl End {
                 // SAFETY: see above.
                 match unsafe { Keys::register_gpu(&self.rails, ordinal, addr, len, access, ib) } {
                     Ok(keys) => {
+                        let _ = self.side.own_vmm.set(false);
                         if self.gpu.get().is_none() {
                             let _ = self.gpu.set(Gpu::of_device(ordinal)?);
                         }
