@@ -578,6 +578,12 @@ impl Driver {
         Ok(h)
     }
 
+    /// Whether GPU memory is of the virtual memory management, and so belongs to no context.
+    pub fn is_vmm(&self, addr: DevicePtr) -> bool {
+        let handle = self.retain_allocation(addr).ok();
+        handle.map(|h| self.release_allocation(h)).is_some()
+    }
+
     /// Gives back one reference to an allocation.
     pub fn release_allocation(&self, h: AllocationHandle) {
         // SAFETY: takes a handle; the driver checks it.

@@ -5,11 +5,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
-use super::copy_engine::memory::{classify, is_vmm};
+use super::copy_engine::memory::classify;
 use super::staging::Staging;
 use super::tcp::service::Service;
 use super::{verbs, Memory, Region};
 use crate::config;
+use crate::cuda::driver;
 use crate::error::{Error, Result};
 use crate::sync::lock;
 
@@ -86,7 +87,7 @@ impl Side {
     /// the kernels of its context while another thread of the application loads a kernel; and NCCL's kernel waits
     /// for that copy. Seen with PyTorch; with all kernels loaded at the start it does not happen.
     pub(crate) fn stage(&self, ordinal: i32, addr: u64) -> Result<()> {
-        let vmm = is_vmm(addr);
+        let vmm = driver().is_ok_and(|d| d.is_vmm(addr));
         let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|m| m == "EAGER");
         if *self.own_vmm.get_or_init(|| vmm) && !vmm && !eager {
             let e = Error::invalid_usage(format!(

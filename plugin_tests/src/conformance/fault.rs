@@ -40,7 +40,7 @@ const SETTLE: Duration = Duration::from_secs(1);
 /// than the command takes.
 const SIZE: usize = 100_000;
 const SLOTS: usize = 8;
-const COUNT: usize = 48;
+const COUNT: usize = 80;
 
 /// The command in that variable; the case does not apply without it.
 fn given(variable: &str) -> Result<String> {

@@ -84,16 +84,7 @@ impl Gpu {
     /// belongs to the device, cudaMalloc memory to the context. With no context of our own there is
     /// nothing to be free of.
     pub fn reaches_alone(&self, addr: DevicePtr) -> bool {
-        if self.context == self.home {
-            return true;
-        }
-        match self.driver.retain_allocation(addr) {
-            Ok(handle) => {
-                self.driver.release_allocation(handle);
-                true
-            }
-            Err(_) => false,
-        }
+        self.context == self.home || self.driver.is_vmm(addr)
     }
 
     fn with(driver: &'static Driver, home: Context, ordinal: i32) -> Result<Gpu> {

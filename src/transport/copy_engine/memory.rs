@@ -34,12 +34,6 @@ pub fn classify(addr: u64, len: u64, cuda: bool) -> Result<Memory> {
     }
 }
 
-/// Whether GPU memory is of the virtual memory management, and so belongs to no context.
-pub fn is_vmm(addr: u64) -> bool {
-    let handle = driver().map(|d| (d, d.retain_allocation(addr)));
-    matches!(handle, Ok((d, Ok(h))) if { d.release_allocation(h); true })
-}
-
 /// One VMM allocation of an export.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Segment {
