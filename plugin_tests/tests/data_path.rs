@@ -268,6 +268,7 @@ entries! {
     c"cuCtxPushCurrent_v2" push REAL_PUSH;
     c"cuCtxPopCurrent_v2" pop REAL_POP;
     c"cuMemcpyAsync" copy REAL_COPY;
+    c"cuMemcpy2DAsync_v2" copy_rows REAL_COPY_ROWS;
     c"cuStreamWriteValue32_v2" write_value REAL_WRITE_VALUE;
     c"cuEventQuery" event_query REAL_EVENT_QUERY;
     c"cuStreamQuery" stream_query REAL_STREAM_QUERY;

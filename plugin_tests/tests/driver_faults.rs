@@ -476,6 +476,8 @@ fn no_context_of_its_own() {
 fn the_data_path_itself() {
     all(&[
         fault("FAIL=cuMemcpyAsync:3:700", Register, Sender, Vmm, Vmm, Refused(&["cuMemcpyAsync"])),
+        fault("FAIL=cuMemcpy2DAsync:1:700", Register, Sender, Vmm, Vmm, Refused(&["cuMemcpy2DAsync"])),
+        fault("FAIL=cuMemcpy2DAsync:2:700", Register, Receiver, Malloc, Vmm, Refused(&["cuMemcpy2DAsync"])),
         fault("FAIL=cuStreamWriteValue32:3:700", Register, Sender, Vmm, Vmm, Refused(&["cuStreamWriteValue32"])),
         fault("FAIL=cuCtxPushCurrent:5:201", Register, Sender, Vmm, Vmm, Refused(&["cuCtxPushCurrent"])),
         fault("FAIL=cuMemcpyAsync:3:700", Register, Receiver, Vmm, VmmPrivate, Refused(&["cuMemcpyAsync"])),

@@ -142,6 +142,29 @@ pub struct MemAccessDesc {
     pub flags: i32,
 }
 
+/// `CUDA_MEMCPY2D`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Memcpy2D {
+    pub src: Memcpy2DSide,
+    pub dst: Memcpy2DSide,
+    pub width: usize,
+    pub height: usize,
+}
+
+/// One side of [`Memcpy2D`].
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Memcpy2DSide {
+    pub x: usize,
+    pub y: usize,
+    pub memory_type: u32,
+    pub host: usize,
+    pub device: u64,
+    pub array: usize,
+    pub pitch: usize,
+}
+
 /// `CUipcMemHandle`.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -152,7 +175,10 @@ pub struct IpcMemHandle {
 const _: () = assert!(size_of::<MemAllocationProp>() == 32);
 const _: () = assert!(size_of::<MemAccessDesc>() == 12);
 const _: () = assert!(size_of::<IpcMemHandle>() == 64);
+const _: () = assert!(size_of::<Memcpy2D>() == 128);
 
+/// `CU_MEMORYTYPE_UNIFIED`.
+pub const MEMORY_TYPE_UNIFIED: u32 = 4;
 pub const MEM_LOCATION_DEVICE: i32 = 1;
 pub const MEM_ALLOCATION_PINNED: i32 = 1;
 pub const HANDLE_TYPE_POSIX_FD: i32 = 1;

@@ -356,7 +356,12 @@ struct Asked {
     wait: bool,
     /// `cuMemcpyPeer`: peer access need not be enabled.
     peer: bool,
+    /// One row; two of them, or more, go to a copy engine always.
+    plain: bool,
 }
+
+/// A driver makes a kernel of a plain copy of up to this many bytes from host memory.
+const KERNEL_SIZE: usize = 24 << 10;
 
 fn submit(drv: &'static Driver, ask: Asked) -> Res {
     let mut state = drv.state()?;
@@ -386,7 +391,18 @@ fn submit(drv: &'static Driver, ask: Asked) -> Res {
             drv.progress_violation(|| format!("{name} has no peer access and is staged"));
         }
         (Some(_), Some(_)) => bump(&drv.stats.peer_copies),
-        _ => bump(&drv.stats.host_copies),
+        (dst, _) => {
+            bump(&drv.stats.host_copies);
+            // Of one byte nobody can make two rows.
+            if dst.is_some() && ask.plain && !src.pageable && (2..=KERNEL_SIZE).contains(&ask.len) {
+                drv.progress_violation(|| {
+                    format!(
+                        "{name} of {} bytes from host memory runs as a kernel",
+                        ask.len
+                    )
+                });
+            }
+        }
     }
     if dst.pageable || src.pageable {
         bump(&drv.stats.pageable_copies);
@@ -423,6 +439,7 @@ macro_rules! copies {
                 stream: copies!(@stream $($stream)?),
                 wait: $wait,
                 peer: false,
+                plain: true,
             })
         });)*
     };
@@ -475,8 +492,52 @@ fn peer_copy(
             stream,
             wait: false,
             peer: true,
+            plain: true,
         },
     )
+}
+
+entry!(
+    Kind::Plain,
+    fn cuMemcpy2DAsync_v2(rows: *const Memcpy2D, stream: u64)
+    |drv| copy_rows(drv, rows, stream)
+);
+
+/// Only between unified addresses, which is all that its users ask for.
+fn copy_rows(drv: &'static Driver, rows: *const Memcpy2D, stream: u64) -> Res {
+    // SAFETY: the caller gives a structure, or NULL.
+    let rows = unsafe { rows.as_ref() }.ok_or(ERROR_INVALID_VALUE)?;
+    let (dst, src) = (&rows.dst, &rows.src);
+    let unified = |s: &Memcpy2DSide| s.memory_type == MEMORY_TYPE_UNIFIED && s.x == 0 && s.y == 0;
+    if !unified(dst) || !unified(src) {
+        return Err(ERROR_NOT_SUPPORTED);
+    }
+    if rows.height > 1 && (dst.pitch < rows.width || src.pitch < rows.width) {
+        return Err(ERROR_INVALID_VALUE);
+    }
+    // Rows that follow each other on both sides are one range.
+    let tight = dst.pitch == rows.width && src.pitch == rows.width;
+    let (calls, len) = if tight {
+        (1, rows.width * rows.height)
+    } else {
+        (rows.height, rows.width)
+    };
+    for row in 0..calls as u64 {
+        submit(
+            drv,
+            Asked {
+                name: "cuMemcpy2DAsync",
+                dst: (dst.device + row * dst.pitch as u64, Takes::Any),
+                src: (src.device + row * src.pitch as u64, Takes::Any),
+                len,
+                stream,
+                wait: false,
+                peer: false,
+                plain: rows.height < 2,
+            },
+        )?;
+    }
+    Ok(())
 }
 
 fn set_bytes(drv: &'static Driver, at: u64, byte: u8, len: usize, stream: u64, wait: bool) -> Res {

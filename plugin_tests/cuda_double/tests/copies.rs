@@ -123,6 +123,42 @@ fn memory_may_go_as_soon_as_the_value_is_seen() {
 }
 
 #[test]
+fn rows_are_copied_as_they_lie() {
+    isolated("rows_are_copied_as_they_lie", &[], || {
+        let cu = Cu::start();
+        let (a, b, s) = (cu.alloc(1000), cu.alloc(1000), cu.stream());
+        cu.put(a, b"abcdefgh");
+        let copy = |dst, src, width| {
+            cu.put(b, &[b'.'; 12]);
+            let code = cu.cuMemcpy2DAsync_v2(&Rows::two(dst, src, width), s);
+            assert_eq!(cu.cuStreamSynchronize(s), 0);
+            code
+        };
+        assert_eq!(copy((b, 3), (a, 3), 3), 0);
+        assert_eq!(cu.get(b, 12), b"abcdef......");
+        assert_eq!(copy((b, 6), (a, 6), 1), 0);
+        assert_eq!(cu.get(b, 12), b"a.....g.....");
+        assert_eq!(copy((b + 1, 7), (a, 2), 2), 0);
+        assert_eq!(cu.get(b, 12), b".ab.....cd..");
+        assert_eq!(copy((b, 2), (a, 3), 3), 1, "a pitch below the width");
+        assert_eq!(
+            copy((b, 996), (a, 3), 5),
+            1,
+            "the second row leaves the allocation"
+        );
+        let mut odd = Rows::two((b, 3), (a, 3), 3);
+        odd.dst.kind = 2;
+        assert_eq!(
+            cu.cuMemcpy2DAsync_v2(&odd, s),
+            801,
+            "not what the double has"
+        );
+        assert_eq!(cu.cuMemcpy2DAsync_v2(std::ptr::null(), s), 1);
+        assert_eq!(cu.violations(), [""; 0]);
+    });
+}
+
+#[test]
 fn copies_stay_within_one_allocation() {
     isolated("copies_stay_within_one_allocation", &[], || {
         let cu = Cu::start();
@@ -214,6 +250,9 @@ fn slow_calls_on_a_progress_path_are_violations() {
         // What belongs there.
         assert_eq!(cu.cuMemcpyAsync(far, near, 64, s), 0);
         assert_eq!(cu.cuMemcpyDtoHAsync_v2(host, near, 64, s), 0);
+        let two = Rows::two((near, 32), (alias, 32), 32);
+        assert_eq!(cu.cuMemcpy2DAsync_v2(&two, s), 0);
+        assert_eq!(cu.cuMemcpyAsync(near, alias, 1, s), 0);
         assert_eq!(cu.cuStreamWriteValue32_v2(s, alias, 1, 0), 0);
         assert_eq!(cu.cuEventRecord(e, s), 0);
         soon("the event is done", || cu.cuEventQuery(e) == 0);
@@ -233,6 +272,15 @@ fn slow_calls_on_a_progress_path_are_violations() {
                 "{what}: {last}"
             );
         };
+        bad(
+            "64 bytes from host memory runs as a kernel",
+            cu.cuMemcpyAsync(near, alias, 64, s),
+        );
+        let one_row = Rows { height: 1, ..two };
+        bad(
+            "32 bytes from host memory runs as a kernel",
+            cu.cuMemcpy2DAsync_v2(&one_row, s),
+        );
         bad(
             "copies within device 0",
             cu.cuMemcpyAsync(near, near + 64, 64, s),
@@ -278,12 +326,12 @@ fn slow_calls_on_a_progress_path_are_violations() {
         let inner = cu.control.progress();
         drop(inner);
         assert_eq!(cu.cuStreamSynchronize(s), 0);
-        assert_eq!(cu.violations().len(), 20, "the outer mark still counts");
+        assert_eq!(cu.violations().len(), 22, "the outer mark still counts");
         drop(path);
         assert_eq!(cu.cuStreamSynchronize(s), 0);
         assert_eq!(cu.cuMemcpyAsync(near, near + 64, 64, s), 0);
-        assert_eq!(cu.violations().len(), 20);
-        assert_eq!(cu.control.violation_count(), 20);
+        assert_eq!(cu.violations().len(), 22);
+        assert_eq!(cu.control.violation_count(), 22);
         assert_eq!(cu.control.counter("local_copies"), 2);
         cu.control.reset();
         assert_eq!(cu.violations(), [""; 0]);

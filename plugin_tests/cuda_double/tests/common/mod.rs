@@ -129,6 +129,46 @@ pub struct Prop {
     pub flags: u64,
 }
 
+/// One side of [`Rows`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RowsSide {
+    pub x: usize,
+    pub y: usize,
+    pub kind: u32,
+    pub host: usize,
+    pub device: u64,
+    pub array: usize,
+    pub pitch: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Rows {
+    pub src: RowsSide,
+    pub dst: RowsSide,
+    pub width: usize,
+    pub height: usize,
+}
+
+impl Rows {
+    /// Two rows between unified addresses, each with its pitch.
+    pub fn two(dst: (u64, usize), src: (u64, usize), width: usize) -> Rows {
+        let side = |(device, pitch)| RowsSide {
+            kind: 4,
+            device,
+            pitch,
+            ..RowsSide::default()
+        };
+        Rows {
+            src: side(src),
+            dst: side(dst),
+            width,
+            height: 2,
+        }
+    }
+}
+
 #[repr(C)]
 pub struct Access {
     pub location: i32,
@@ -216,6 +256,7 @@ api! {
     cuMemcpyDtoDAsync_v2(dst: u64, src: u64, len: usize, stream: u64);
     cuMemcpyHtoDAsync_v2(dst: u64, src: usize, len: usize, stream: u64);
     cuMemcpyDtoHAsync_v2(dst: usize, src: u64, len: usize, stream: u64);
+    cuMemcpy2DAsync_v2(rows: *const Rows, stream: u64);
     cuMemcpyPeerAsync(dst: u64, dst_ctx: u64, src: u64, src_ctx: u64, len: usize, stream: u64);
     cuMemcpy(dst: u64, src: u64, len: usize);
     cuMemcpyHtoD_v2(dst: u64, src: *const u8, len: usize);
