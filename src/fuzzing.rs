@@ -825,6 +825,7 @@ pub fn verbs_greeter(bytes: &[u8]) -> bool {
         qps: vec![QpOffer { number: 1, psn: 1 }; 1 + n_qps % MAX_QPS],
         infiniband: false,
         traffic_class: 0,
+        stages: false,
     };
     offer.ports.iter_mut().for_each(|p| p.mtu = 3);
     let good = offer.encode();

@@ -185,6 +185,12 @@ impl<'a> Flow<'a> {
 /// How long flows may stand still before that is an error.
 pub const STALL_LIMIT: Duration = Duration::from_secs(20);
 
+/// How long it may be until one of several messages of so many bytes ends, before they count as hung: even at 4
+/// MiB/s it has by then.
+pub fn stall_limit(size: usize) -> Duration {
+    STALL_LIMIT + Duration::from_secs(size as u64 >> 22)
+}
+
 /// Progresses flows until all are finished.
 pub fn run(io: &Progress, flows: &mut [Flow<'_>], mut idle: Idle) -> Result<()> {
     let mut last = Instant::now();
@@ -204,14 +210,14 @@ pub fn run(io: &Progress, flows: &mut [Flow<'_>], mut idle: Idle) -> Result<()> 
         if quiet == 1 {
             last = Instant::now();
         } else if quiet % 1024 == 0 && last.elapsed() > STALL_LIMIT {
-            return Err(stalled(flows));
+            return Err(stalled(flows, STALL_LIMIT));
         }
     }
     Ok(())
 }
 
 /// The error of flows that stand still.
-pub fn stalled(flows: &[Flow<'_>]) -> Error {
+pub fn stalled(flows: &[Flow<'_>], limit: Duration) -> Error {
     let open: Vec<String> = flows
         .iter()
         .filter(|f| !f.finished())
@@ -219,7 +225,7 @@ pub fn stalled(flows: &[Flow<'_>]) -> Error {
         .map(Flow::describe)
         .collect();
     Error::new(format!(
-        "nothing moved for {STALL_LIMIT:?}: {}",
+        "no message ended for {limit:?}: {}",
         open.join("; ")
     ))
 }

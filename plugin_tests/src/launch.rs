@@ -53,7 +53,7 @@ pub struct Launch {
     pub nranks: usize,
     /// How they are spread.
     pub layout: Layout,
-    /// Environment variables for the ranks.
+    /// Environment variables for the ranks; `NAME@1` is for the process of that number alone.
     pub env: Vec<(String, String)>,
     /// Join that many of the plugin's devices, the first ones, into one, as NCCL joins a NIC's ports.
     pub join: Option<i32>,
@@ -177,7 +177,11 @@ impl Launch {
             command.env("TMPDIR", &s.path);
         }
         for (k, v) in &self.env {
-            command.env(k, v);
+            match k.split_once('@') {
+                None => drop(command.env(k, v)),
+                Some((k, only)) if only == index.to_string() => drop(command.env(k, v)),
+                Some(_) => {}
+            }
         }
         if let Some(dir) = &self.library_dir {
             let mut path = dir.clone().into_os_string();

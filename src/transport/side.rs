@@ -21,7 +21,7 @@ pub(crate) struct Side {
     pub(crate) failed: OnceLock<Error>,
     regions: AtomicU32,
     pub(crate) staging: OnceLock<Staging>,
-    /// Whether the GPU memory that was registered first is VMM memory, and staged.
+    /// Whether the GPU memory that was registered first is VMM memory.
     pub(crate) own_vmm: OnceLock<bool>,
     refused: AtomicBool,
     /// One thread at a time makes the staging, and what belongs to it.
@@ -80,18 +80,20 @@ impl Side {
         }
     }
 
-    /// Makes what memory of GPU `ordinal` goes through, unless it is there.
+    /// Says whether GPU memory is admitted where one of the two ends stages it.
     ///
-    /// A user's cudaMalloc memory is refused where NCCL's own buffers, which it registers first, are VMM memory and
-    /// staged too: NCCL then copies it through those. A copy of this process into cudaMalloc memory can wait for
-    /// the kernels of its context while another thread of the application loads a kernel; and NCCL's kernel waits
-    /// for that copy. Seen with PyTorch; with all kernels loaded at the start it does not happen.
-    pub(crate) fn stage(&self, ordinal: i32, addr: u64) -> Result<()> {
+    /// A user's cudaMalloc memory is refused where NCCL's own buffers, which it registers first, are VMM memory:
+    /// NCCL then copies it through those. A copy of this process out of or into cudaMalloc memory takes the lock of
+    /// the application's context, and waits for its kernels while another thread of the application loads one; and
+    /// NCCL's kernel waits for that copy. Seen with PyTorch; with all kernels loaded at the start it does not
+    /// happen. Both ends refuse it, although one may not stage: NCCL needs memory that is registered at both or at
+    /// neither.
+    pub(crate) fn admit(&self, addr: u64) -> Result<()> {
         let vmm = driver().is_ok_and(|d| d.is_vmm(addr));
         let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|m| m == "EAGER");
         if *self.own_vmm.get_or_init(|| vmm) && !vmm && !eager {
             let e = Error::invalid_usage(format!(
-                "{}: cudaMalloc memory at {addr:#x} is not registered but goes through NCCL's buffers: copies into it \
+                "{}: cudaMalloc memory at {addr:#x} is not registered but goes through NCCL's buffers: staged copies of it \
                  could wait for kernels that wait for them (CUDA_MODULE_LOADING=EAGER; or ncclMemAlloc, or \
                  expandable segments, at both ends of a transfer)",
                 self.peer
@@ -102,6 +104,12 @@ impl Side {
             // NCCL goes on without, and asks again with each operation.
             return Err(e.again());
         }
+        Ok(())
+    }
+
+    /// Makes what memory of GPU `ordinal` goes through, unless it is there.
+    pub(crate) fn stage(&self, ordinal: i32, addr: u64) -> Result<()> {
+        self.admit(addr)?;
         let _one_at_a_time = lock(&self.making);
         if self.staging.get().is_none() {
             let made = Staging::new(ordinal).map_err(|e| e.context(&self.peer))?;

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use clap::ValueEnum;
 use plugin_tests::error::{Error, Result};
-use plugin_tests::flow::{stalled, Flow, Message, STALL_LIMIT};
+use plugin_tests::flow::{stall_limit, stalled, Flow, Message};
 use plugin_tests::memory::{Buffer, Kind};
 use plugin_tests::net::{Progress, Registered, MAX_REQUESTS};
 use plugin_tests::params::Params;
@@ -249,6 +249,7 @@ fn iterate(
     let mut start = Instant::now();
     let mut timing = warmup == 0;
     let mut idle = Idle::eager(bench.yields(size));
+    let limit = stall_limit(size);
     let mut quiet_since = None;
     loop {
         let done = flows
@@ -284,9 +285,9 @@ fn iterate(
         } else {
             idle.wait();
             let since = *quiet_since.get_or_insert_with(Instant::now);
-            if since.elapsed() > STALL_LIMIT {
+            if since.elapsed() > limit {
                 let open: Vec<Flow> = flows.into_iter().map(|(f, _)| f).collect();
-                return Err(stalled(&open));
+                return Err(stalled(&open, limit));
             }
         }
     }
@@ -340,6 +341,7 @@ fn pingpong(
     let mut receives = make(&in_name, in_comm, MAX_REQUESTS, &in_memory).with_flush(device);
     let total = warmup + iters;
     receives.extend(total.min(MAX_REQUESTS));
+    let limit = stall_limit(size);
     let mut rounds = Vec::with_capacity(total);
     let mut last = Instant::now();
     for round in 0..total {
@@ -373,8 +375,8 @@ fn pingpong(
                 idle.reset();
             } else {
                 idle.wait();
-                if began.elapsed() > STALL_LIMIT {
-                    return Err(stalled(&[sends, receives]));
+                if began.elapsed() > limit {
+                    return Err(stalled(&[sends, receives], limit));
                 }
             }
         }

@@ -23,8 +23,8 @@ pub const CASES: &[Case] = &[
     Case::new("reg_race", "memory", 2, reg_race,
         "regMr and deregMr on the service thread disturb no message on the progress thread"),
     Case::new("users_memory", "memory", 2, users_memory,
-        "a user's cudaMalloc memory beside NCCL's VMM buffers is registered, or refused where it would be staged; \
-         the buffers carry messages all the same"),
+        "a user's cudaMalloc memory beside NCCL's VMM buffers is registered, or refused where it would be staged, by \
+         both ends alike; the buffers carry messages all the same"),
 ];
 
 /// What NCCL does with a buffer of the user's: registered behind its own, and if that is refused used without.
@@ -43,8 +43,10 @@ fn users_memory(ctx: &mut Ctx) -> Result<()> {
     let staged = std::env::var("VCCL_TRANSPORT").is_ok_and(|t| t == "tcp");
     let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|m| m == "EAGER");
     for link in &links {
+        let mut registered = false;
         match ctx.register(link, &user) {
             Ok(reg) => {
+                registered = true;
                 ensure!(
                     eager || !staged,
                     "cudaMalloc memory is staged beside VMM memory"
@@ -58,6 +60,13 @@ fn users_memory(ctx: &mut Ctx) -> Result<()> {
                 ensure!(!copies, "refused by the copy engines: {e}");
             }
         }
+        // Memory that is registered at one end alone makes NCCL hang.
+        let ends = ctx.oob.all_gather(&[registered.into()])?;
+        ensure!(
+            ends.iter().all(|e| *e == ends[0]),
+            "{}: the ends differ: {ends:?}",
+            link.id
+        );
     }
     // NCCL's own may be several.
     let own = Arc::new(Buffer::new(Kind::Vmm, 1 << 20, ctx.gpu)?);

@@ -278,7 +278,10 @@ impl End {
                 // SAFETY: see above.
                 match unsafe { Keys::register_gpu(&self.rails, ordinal, addr, len, access, ib) } {
                     Ok(keys) => {
-                        let _ = self.side.own_vmm.set(false);
+                        match self.rails.peer_stages() {
+                            true => self.side.admit(addr)?,
+                            false => drop(self.side.own_vmm.set(false)),
+                        }
                         if self.gpu.get().is_none() {
                             let _ = self.gpu.set(Gpu::of_device(ordinal)?);
                         }
@@ -465,7 +468,7 @@ impl Connecting {
                         return Ok(None);
                     };
                     let n = lanes_of(self.ports.len(), self.peer_ports, ib.qps);
-                    let rails = Rails::new(
+                    let mut rails = Rails::new(
                         &self.ports,
                         self.peer_ports,
                         n,
@@ -473,6 +476,7 @@ impl Connecting {
                         ib.traffic_class.or(self.traffic_class).unwrap_or(0),
                         ib,
                     )?;
+                    rails.look_at_gpu(ib);
                     say(&socket, &rails.offer().encode()[..])?;
                     self.stage = Stage::Reply(socket, Box::new(rails), Reading::new());
                 }
@@ -603,6 +607,7 @@ impl Negotiation {
             offer.traffic_class,
             ib,
         )?;
+        rails.look_at_gpu(ib);
         let gids = rails.choose(offer, ib)?;
         rails.post_receives()?;
         rails.connect(offer, &gids, ib)?;

@@ -10,6 +10,7 @@ use super::wire::{
     offset, Block, GidEntry, GidPair, Offer, PortOffer, QpOffer, MAX_GIDS, MAX_PORTS, MAX_QPS, RING,
 };
 use crate::config::Ib;
+use crate::cuda::driver;
 use crate::error::{Error, Result};
 use crate::ibverbs::devices::{LinkLayer, Port};
 use crate::ibverbs::{sys, Cq, Mr, Qp};
@@ -95,6 +96,9 @@ pub struct Rails {
     infiniband: bool,
     sends: bool,
     traffic_class: u8,
+    /// Memory of this end's GPU goes through chunks, and that of the peer's.
+    stages: bool,
+    peer_stages: bool,
     /// Hears of what ends the connection from outside.
     pub health: Arc<Health>,
 }
@@ -199,8 +203,26 @@ impl Rails {
             infiniband,
             sends,
             traffic_class,
+            stages: false,
+            peer_stages: false,
             health,
         })
+    }
+
+    /// Finds out whether memory of the GPU that is current in this thread goes through chunks. What the devices
+    /// do not reach at the first look, they never do.
+    pub fn look_at_gpu(&mut self, ib: &Ib) {
+        let current = driver().ok().and_then(|d| d.current_context().ok()?);
+        let Some((_, ordinal)) = current else {
+            return;
+        };
+        let reached = |(a, port): (&Arc<Adapter>, &Port)| a.reach(port, ordinal, ib).is_ok();
+        self.stages = !ib.gpu_direct || !self.adapters().all(reached);
+    }
+
+    /// Whether memory of the peer's GPU goes through chunks.
+    pub fn peer_stages(&self) -> bool {
+        self.peer_stages
     }
 
     /// What this end brings.
@@ -233,6 +255,7 @@ impl Rails {
             qps: qps.collect(),
             infiniband: self.infiniband,
             traffic_class: self.traffic_class,
+            stages: self.stages,
         }
     }
 
@@ -294,6 +317,7 @@ impl Rails {
                 "one end has InfiniBand and the other RoCE: no way leads from one to the other",
             ));
         }
+        self.peer_stages = peer.stages;
         self.peer_block = peer.block;
         for (to, p) in self.peer_keys.iter_mut().zip(&peer.ports) {
             *to = p.rkey;

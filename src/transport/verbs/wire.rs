@@ -102,6 +102,8 @@ pub struct Offer {
     pub infiniband: bool,
     /// The traffic class of both directions; the connector's counts.
     pub traffic_class: u8,
+    /// Memory of its GPU goes through chunks, because its devices do not reach it.
+    pub stages: bool,
 }
 
 fn take<const N: usize>(from: &[u8], at: usize) -> [u8; N] {
@@ -117,6 +119,7 @@ impl Offer {
         to[17] = self.qps.len() as u8;
         to[18] = self.infiniband as u8;
         to[19] = self.traffic_class;
+        to[20] = self.stages as u8;
         for (i, p) in self.ports.iter().enumerate() {
             let at = &mut to[OFFER_HEAD + i * PORT_LEN..][..PORT_LEN];
             at[0..2].copy_from_slice(&p.lid.to_le_bytes());
@@ -141,7 +144,8 @@ impl Offer {
         let good = from[..8] == magic
             && (1..=MAX_PORTS).contains(&n_ports)
             && (1..=MAX_QPS).contains(&n_qps)
-            && from[18] <= 1;
+            && from[18] <= 1
+            && from[20] <= 1;
         if !good {
             return None;
         }
@@ -187,6 +191,7 @@ impl Offer {
             qps,
             infiniband: from[18] == 1,
             traffic_class: from[19],
+            stages: from[20] == 1,
         };
         let known = |g: &GidEntry| match offer.infiniband {
             true => g.version == 0,
@@ -567,6 +572,7 @@ mod tests {
             ],
             infiniband: true,
             traffic_class: 106,
+            stages: true,
         }
     }
 
@@ -668,7 +674,8 @@ mod tests {
         let port = OFFER_HEAD + PORT_LEN;
         let qps = OFFER_HEAD + MAX_PORTS * PORT_LEN;
         for (what, at, byte) in [
-            ("the head's free bytes", 20, 1),
+            ("neither staged nor not", 20, 2),
+            ("the head's free bytes", 21, 1),
             ("the head's last", OFFER_HEAD - 1, 1),
             ("a GID that is not offered", port + 24 + 17, 1),
             ("its version", port + 24 + 7 * 17 + 16, 1),
