@@ -311,7 +311,8 @@ impl Ib {
                     "names or prefixes with an optional :port, `^` before them for all others, `=` for \
                      whole names",
                     "any",
-                    "The RDMA devices and ports that may be used. An entry that names nothing is warned of.",
+                    "The RDMA devices and ports that may be used. A number is whole: mlx5_1 does not stand for mlx5_10. \
+                     An entry that names nothing is warned of.",
                 ),
                 |s| HcaFilter::parse(if s == "any" { "" } else { s }).ok(),
             ),

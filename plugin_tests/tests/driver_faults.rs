@@ -125,7 +125,7 @@ fn one_connection(ctx: &mut Ctx) -> Result<Result<Link>> {
     Ok(made)
 }
 
-const SIZES: [usize; 4] = [1, 5_000, 300_001, 5 << 20];
+const SIZES: [usize; 5] = [1, 5_000, 300_001, 5 << 20, 4_999];
 const BUFFERS: usize = 2;
 
 /// Registers and moves data; an error of the plugin's is what this gives, once both ranks have had
@@ -478,6 +478,10 @@ fn the_data_path_itself() {
         fault("FAIL=cuMemcpyAsync:3:700", Register, Sender, Vmm, Vmm, Refused(&["cuMemcpyAsync"])),
         fault("FAIL=cuMemcpy2DAsync:1:700", Register, Sender, Vmm, Vmm, Refused(&["cuMemcpy2DAsync"])),
         fault("FAIL=cuMemcpy2DAsync:2:700", Register, Receiver, Malloc, Vmm, Refused(&["cuMemcpy2DAsync"])),
+        // The first copy of an odd length, and its second: the last byte.
+        fault("FAIL=cuMemcpy2DAsync:3:700", Register, Sender, Vmm, Vmm, Refused(&["cuMemcpy2DAsync"])),
+        fault("FAIL=cuMemcpy2DAsync:4:700", Register, Sender, Vmm, Vmm, Refused(&["cuMemcpy2DAsync"])),
+        fault("FAIL=cuMemcpy2DAsync:4:700", Register, Receiver, Malloc, Vmm, Refused(&["cuMemcpy2DAsync"])),
         fault("FAIL=cuStreamWriteValue32:3:700", Register, Sender, Vmm, Vmm, Refused(&["cuStreamWriteValue32"])),
         fault("FAIL=cuCtxPushCurrent:5:201", Register, Sender, Vmm, Vmm, Refused(&["cuCtxPushCurrent"])),
         fault("FAIL=cuMemcpyAsync:3:700", Register, Receiver, Vmm, VmmPrivate, Refused(&["cuMemcpyAsync"])),

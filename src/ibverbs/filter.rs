@@ -2,7 +2,8 @@
 //!
 //! Source of the syntax: NCCL's documentation of NCCL_IB_HCA. `^` in front excludes, `=` (after it)
 //! compares whole names in place of prefixes, and then come names with an optional port, separated
-//! by commas: `mlx5_0:1,mlx5_2`, `^=mlx5_3`.
+//! by commas: `mlx5_0:1,mlx5_2`, `^=mlx5_3`. But where NCCL takes `mlx5_1` for `mlx5_10` too, as its documentation
+//! warns, a number is whole here.
 
 use std::fmt;
 
@@ -88,7 +89,9 @@ impl Filter {
         if self.exact {
             device == entry.name
         } else {
-            device.starts_with(&entry.name)
+            let digit = |c: char| c.is_ascii_digit();
+            let rest = device.strip_prefix(entry.name.as_str());
+            rest.is_some_and(|rest| !(entry.name.ends_with(digit) && rest.starts_with(digit)))
         }
     }
 
@@ -173,12 +176,32 @@ mod tests {
         let f = filter("mlx5_1");
         assert!(f.matches("mlx5_1", 1));
         assert!(f.matches("mlx5_1", 2));
-        assert!(f.matches("mlx5_10", 1));
         assert!(!f.matches("mlx5_0", 1));
         assert!(!f.matches("mlx5_", 1));
         assert!(!f.matches("xmlx5_1", 1));
         assert!(filter("mlx5").matches("mlx5_bond_0", 1));
         assert!(!filter("MLX5").matches("mlx5_0", 1));
+    }
+
+    #[test]
+    fn a_number_is_whole() {
+        for (entry, device, expected) in [
+            ("mlx5_1", "mlx5_10", false),
+            ("mlx5_1:2", "mlx5_10", false),
+            ("mlx5_1", "mlx5_1_bond", true),
+            ("mlx5", "mlx5_10", true),
+            ("mlx", "mlx5_10", true),
+            ("mlx5_", "mlx5_10", true),
+            ("mlx5_10", "mlx5_1", false),
+            ("rocep1", "rocep13s0", false),
+            ("rocep1", "rocep1s0", true),
+        ] {
+            let f = filter(entry);
+            assert_eq!(f.matches(device, 2), expected, "{entry} {device}");
+            assert_eq!(f.may_match(device), expected, "{entry} {device}");
+            let excluded = filter(&format!("^{entry}"));
+            assert_eq!(excluded.matches(device, 2), !expected, "^{entry} {device}");
+        }
     }
 
     #[test]
@@ -206,7 +229,7 @@ mod tests {
     fn a_caret_excludes() {
         let f = filter("^mlx5_1");
         assert!(f.excludes());
-        assert!(!f.matches("mlx5_1", 1) && !f.matches("mlx5_10", 1));
+        assert!(!f.matches("mlx5_1", 1) && f.matches("mlx5_10", 1));
         assert!(f.matches("mlx5_0", 1));
         let f = filter("^=mlx5_1,mlx5_3:2");
         assert!(!f.matches("mlx5_1", 1));
@@ -259,7 +282,8 @@ mod tests {
             let told = f.unmatched(ports);
             told.iter().map(|e| e.to_string()).collect::<Vec<_>>()
         };
-        assert_eq!(told("mlx5_0,mlx5_1"), [""; 0]);
+        assert_eq!(told("mlx5_0,mlx5_1"), ["mlx5_1"]);
+        assert_eq!(told("mlx5_0,mlx5_"), [""; 0]);
         assert_eq!(told("=mlx5_0,mlx5_1"), ["mlx5_1"]);
         assert_eq!(told("mlx5_0:2,mlx5_10:2"), ["mlx5_0:2"]);
         assert_eq!(told("^mlx4,mlx5"), ["mlx4"]);

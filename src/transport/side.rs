@@ -22,7 +22,7 @@ pub(crate) struct Side {
     regions: AtomicU32,
     pub(crate) staging: OnceLock<Staging>,
     /// Whether the GPU memory that was registered first is VMM memory.
-    pub(crate) own_vmm: OnceLock<bool>,
+    own_vmm: OnceLock<bool>,
     refused: AtomicBool,
     /// One thread at a time makes the staging, and what belongs to it.
     pub(crate) making: Mutex<()>,
@@ -86,9 +86,9 @@ impl Side {
     /// NCCL then copies it through those. A copy of this process out of or into cudaMalloc memory takes the lock of
     /// the application's context, and waits for its kernels while another thread of the application loads one; and
     /// NCCL's kernel waits for that copy. Seen with PyTorch; with all kernels loaded at the start it does not
-    /// happen. Both ends refuse it, although one may not stage: NCCL needs memory that is registered at both or at
-    /// neither.
-    pub(crate) fn admit(&self, addr: u64) -> Result<()> {
+    /// happen. Both ends refuse it, although one may not stage (`mixed`): NCCL needs memory that is registered at
+    /// both or at neither.
+    pub(crate) fn admit(&self, addr: u64, mixed: bool) -> Result<()> {
         let vmm = driver().is_ok_and(|d| d.is_vmm(addr));
         let eager = std::env::var("CUDA_MODULE_LOADING").is_ok_and(|m| m == "EAGER");
         if *self.own_vmm.get_or_init(|| vmm) && !vmm && !eager {
@@ -100,6 +100,14 @@ impl Side {
             ));
             if !self.refused.swap(true, Ordering::Relaxed) {
                 log::info!("{}", e.text());
+                if mixed {
+                    log::warn!(
+                        "{}: only one of the two hosts has RDMA devices that reach GPU memory; where others that all \
+                         do are in the same ring, NCCL may hang with registered cudaMalloc memory \
+                         (VCCL_IB_GPU_DIRECT=0 on all hosts, or CUDA_MODULE_LOADING=EAGER)",
+                        self.peer
+                    );
+                }
             }
             // NCCL goes on without, and asks again with each operation.
             return Err(e.again());
@@ -108,8 +116,7 @@ impl Side {
     }
 
     /// Makes what memory of GPU `ordinal` goes through, unless it is there.
-    pub(crate) fn stage(&self, ordinal: i32, addr: u64) -> Result<()> {
-        self.admit(addr)?;
+    pub(crate) fn stage(&self, ordinal: i32) -> Result<()> {
         let _one_at_a_time = lock(&self.making);
         if self.staging.get().is_none() {
             let made = Staging::new(ordinal).map_err(|e| e.context(&self.peer))?;
@@ -155,7 +162,8 @@ impl Side {
     pub(crate) fn register(&self, addr: u64, len: u64, cuda: bool) -> Result<Region> {
         let memory = self.classify(addr, len, cuda)?;
         if let Memory::Device(ordinal) = memory {
-            self.stage(ordinal, addr)?;
+            self.admit(addr, false)?;
+            self.stage(ordinal)?;
         }
         Ok(self.region(addr, len, memory, None))
     }

@@ -28,7 +28,7 @@ usage: conformance --plugin LIBRARY [options]
   --nodes N[,N...]    where the ranks' processes run, in turn: here, the name of a network
                       namespace (needs root), or HOST:PORT of an agent
   --cuda-dir FOLDER   the ranks' loader looks there first: for a stand-in of libcuda.so.1
-  --env NAME=VALUE    for the ranks; may be repeated
+  --env NAME=VALUE    for the ranks; may be repeated. NAME@1=VALUE is for rank 1 alone
   --timeout SECONDS   for each case; default: 60
   --list              print the cases and what they assert
 
@@ -90,6 +90,11 @@ fn parse(args: &[String]) -> Result<Options, String> {
             "--env" => {
                 let text = value()?;
                 let (k, v) = text.split_once('=').ok_or("--env needs NAME=VALUE")?;
+                if k.split_once('@')
+                    .is_some_and(|(_, rank)| rank.parse::<usize>().is_err())
+                {
+                    return Err(format!("--env {k}: behind @ stands the number of a rank"));
+                }
                 o.env.push((k.to_string(), v.to_string()));
             }
             "--timeout" => {
@@ -102,6 +107,11 @@ fn parse(args: &[String]) -> Result<Options, String> {
     }
     if o.layout == Layout::Threads && !o.nodes.is_empty() {
         return Err("--threads: all ranks are in one process; --nodes is for several".into());
+    }
+    if o.layout == Layout::Threads && o.env.iter().any(|(k, _)| k.contains('@')) {
+        return Err(
+            "--threads: all ranks have one environment; --env NAME@RANK is for several".into(),
+        );
     }
     for name in &o.cases {
         if find(name).is_none() {

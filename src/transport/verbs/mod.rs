@@ -271,6 +271,11 @@ impl End {
             false => 0,
         };
         let access = self.access() | relaxed;
+        let (here, there) = (self.rails.stages(), self.rails.peer_stages());
+        // What this end has said counts, whatever becomes of this registration: the peer goes by it.
+        if matches!(memory, Memory::Device(_)) && (here || there) {
+            self.side.admit(addr, here != there)?;
+        }
         // SAFETY, of both: NCCL's memory stays until it is deregistered, and only its messages touch it.
         let keys = match memory {
             Memory::Device(_) if !ib.gpu_direct => None,
@@ -278,10 +283,6 @@ impl End {
                 // SAFETY: see above.
                 match unsafe { Keys::register_gpu(&self.rails, ordinal, addr, len, access, ib) } {
                     Ok(keys) => {
-                        match self.rails.peer_stages() {
-                            true => self.side.admit(addr)?,
-                            false => drop(self.side.own_vmm.set(false)),
-                        }
                         if self.gpu.get().is_none() {
                             let _ = self.gpu.set(Gpu::of_device(ordinal)?);
                         }
@@ -300,7 +301,7 @@ impl End {
             }
         };
         if let (Memory::Device(ordinal), None) = (memory, &keys) {
-            self.side.stage(ordinal, addr)?;
+            self.side.stage(ordinal)?;
             self.register_chunks()?;
         }
         Ok(self.side.region(addr, len, memory, keys.map(Box::new)))

@@ -212,12 +212,18 @@ impl Rails {
     /// Finds out whether memory of the GPU that is current in this thread goes through chunks. What the devices
     /// do not reach at the first look, they never do.
     pub fn look_at_gpu(&mut self, ib: &Ib) {
+        self.stages = !ib.gpu_direct;
         let current = driver().ok().and_then(|d| d.current_context().ok()?);
         let Some((_, ordinal)) = current else {
             return;
         };
         let reached = |(a, port): (&Arc<Adapter>, &Port)| a.reach(port, ordinal, ib).is_ok();
-        self.stages = !ib.gpu_direct || !self.adapters().all(reached);
+        self.stages = self.stages || !self.adapters().all(reached);
+    }
+
+    /// Whether memory of this end's GPU goes through chunks, as the peer was told.
+    pub fn stages(&self) -> bool {
+        self.stages
     }
 
     /// Whether memory of the peer's GPU goes through chunks.

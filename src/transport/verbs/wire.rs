@@ -22,8 +22,8 @@ pub const RING: usize = 64;
 /// Number of the first receive: soon before the numbers go round, so that this is nothing rare.
 pub const FIRST: u32 = u32::MAX - 99;
 
-pub(crate) const OFFER_MAGIC: [u8; 8] = *b"vcclIBo1";
-pub(crate) const REPLY_MAGIC: [u8; 8] = *b"vcclIBr1";
+pub(crate) const OFFER_MAGIC: [u8; 8] = *b"vcclIBo2";
+pub(crate) const REPLY_MAGIC: [u8; 8] = *b"vcclIBr2";
 /// The connector's word that the way has been proved.
 pub const GO: [u8; 8] = *b"vcclIBgo";
 
