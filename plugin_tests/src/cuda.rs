@@ -50,6 +50,7 @@ const LOCATION_DEVICE: c_int = 1;
 const ALLOCATION_PINNED: c_int = 1;
 const HANDLE_POSIX_FD: c_int = 1;
 const ACCESS_READ_WRITE: c_int = 3;
+const CAPTURE_MODE_RELAXED: c_int = 2;
 
 macro_rules! driver {
     ($($field:ident = $symbol:literal : fn($($arg:ty),* $(,)?);)*) => {
@@ -82,6 +83,7 @@ driver! {
     device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int);
     primary_retain = "cuDevicePrimaryCtxRetain": fn(*mut *mut c_void, c_int);
     ctx_set_current = "cuCtxSetCurrent": fn(*mut c_void);
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_int);
     error_name = "cuGetErrorName": fn(c_int, *mut *const c_char);
     mem_alloc = "cuMemAlloc_v2": fn(*mut DevicePtr, usize);
     mem_free = "cuMemFree_v2": fn(DevicePtr);
@@ -104,6 +106,15 @@ pub struct DoubleHooks {
     enter: unsafe extern "C" fn(),
     leave: unsafe extern "C" fn(),
     violations: unsafe extern "C" fn(*mut c_char, usize) -> c_int,
+}
+
+/// While it lives, its thread's capture mode is relaxed; it holds the mode before.
+struct Relaxed<'a>(&'a Cuda, c_int);
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        self.0.exchange(self.1);
+    }
 }
 
 /// While it lives, its thread is on the progress path.
@@ -217,6 +228,17 @@ impl Cuda {
         fail!("{call} failed with {rc}")
     }
 
+    /// What the test does itself breaks off no capture, so that only the plugin's calls can.
+    fn relaxed(&self) -> Relaxed<'_> {
+        Relaxed(self, self.exchange(CAPTURE_MODE_RELAXED))
+    }
+
+    fn exchange(&self, mut mode: c_int) -> c_int {
+        // SAFETY: `mode` lives through the call.
+        unsafe { (self.driver.exchange_capture_mode)(&mut mode) };
+        mode
+    }
+
     fn device(&self, gpu: usize) -> Result<c_int> {
         let mut d: c_int = 0;
         self.check(
@@ -240,6 +262,7 @@ impl Cuda {
 
     /// Makes the GPU's primary context current in the calling thread.
     pub fn bind(&self, gpu: usize) -> Result<()> {
+        let _relaxed = self.relaxed();
         let mut contexts = self.contexts.lock().unwrap_or_else(|e| e.into_inner());
         let ctx = match contexts.get(&gpu) {
             Some(c) => *c,
@@ -260,6 +283,7 @@ impl Cuda {
 
     /// `cuMemAlloc`, on the GPU whose context is current.
     pub fn alloc(&self, len: usize) -> Result<DevicePtr> {
+        let _relaxed = self.relaxed();
         let mut p: DevicePtr = 0;
         self.check(
             // SAFETY: `p` is a place for an address.
@@ -271,12 +295,14 @@ impl Cuda {
 
     /// `cuMemFree`
     pub fn free(&self, p: DevicePtr) -> Result<()> {
+        let _relaxed = self.relaxed();
         // SAFETY: the caller got the address from `alloc` and uses it no more.
         self.check(unsafe { (self.driver.mem_free)(p) }, "cuMemFree")
     }
 
     /// Copies host bytes to the device and waits.
     pub fn write(&self, to: DevicePtr, from: &[u8]) -> Result<()> {
+        let _relaxed = self.relaxed();
         if from.is_empty() {
             return Ok(());
         }
@@ -291,6 +317,7 @@ impl Cuda {
 
     /// Copies device bytes to the host and waits.
     pub fn read(&self, from: DevicePtr, to: &mut [u8]) -> Result<()> {
+        let _relaxed = self.relaxed();
         if to.is_empty() {
             return Ok(());
         }
@@ -318,6 +345,7 @@ impl Cuda {
     /// Creates, maps and opens an allocation of at least `len` bytes, at `hint` if it is not 0 and
     /// free.
     pub fn vmm_alloc(&self, gpu: usize, len: usize, exportable: bool, hint: u64) -> Result<Vmm> {
+        let _relaxed = self.relaxed();
         let prop = self.prop(gpu, exportable);
         let mut grain = 0usize;
         // SAFETY: both pointers are valid for the call; 0 asks for the minimum.
@@ -354,6 +382,7 @@ impl Cuda {
 
     /// Unmaps and releases an allocation.
     pub fn vmm_free(&self, v: Vmm) -> Result<()> {
+        let _relaxed = self.relaxed();
         self.check(
             // SAFETY: the range was mapped by `vmm_alloc`, and the caller uses it no more.
             unsafe { (self.driver.mem_unmap)(v.address, v.len) },

@@ -113,6 +113,8 @@ pub struct Settings {
     pub rdma_ordering: i32,
     pub progress_strict: bool,
     pub allow_local: bool,
+    /// A graph is being captured, in the global mode.
+    pub capture: bool,
     pub hang: Hang,
     pub async_fail: Option<(When, i32)>,
     pub async_seen: u64,
@@ -142,6 +144,7 @@ impl Default for Settings {
             rdma_ordering: 100,
             progress_strict: true,
             allow_local: false,
+            capture: false,
             hang: Hang::None,
             async_fail: None,
             async_seen: 0,
@@ -169,6 +172,7 @@ const KEYS: &[&str] = &[
     "HOST_ALIAS",
     "PROGRESS_STRICT",
     "ALLOW_LOCAL",
+    "CAPTURE",
     "HANG_COPIES",
     "HANG_DEVICES",
     "ASYNC_FAIL",
@@ -217,6 +221,7 @@ impl Settings {
             "RDMA_ORDERING" => self.rdma_ordering = number(value)?,
             "PROGRESS_STRICT" => self.progress_strict = flag(value)?,
             "ALLOW_LOCAL" => self.allow_local = flag(value)?,
+            "CAPTURE" => self.capture = flag(value)?,
             "HANG_COPIES" => self.hang = if flag(value)? { Hang::All } else { Hang::None },
             "HANG_DEVICES" => {
                 let devices = list(value)

@@ -398,6 +398,11 @@ pub fn enter(
         }
         if let Kind::Slow(why) = kind {
             drv.progress_violation(|| format!("{name} {why}"));
+            if drv.settings().capture && !crate::stream::is_relaxed() {
+                drv.violation(format!(
+                    "breaks a graph capture: {name} {why}, and this thread is not relaxed"
+                ));
+            }
         }
         if let Some(code) = injected {
             return if code == 0 { Ok(()) } else { Err(code) };

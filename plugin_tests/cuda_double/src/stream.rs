@@ -347,8 +347,13 @@ entry!(Kind::Plain, fn cuStreamGetCtx(stream: u64, ctx: Out<u64>) |drv| {
 });
 
 thread_local! {
-    /// `CU_STREAM_CAPTURE_MODE_*` of this thread; nothing here captures.
+    /// `CU_STREAM_CAPTURE_MODE_*` of this thread.
     static CAPTURE_MODE: Cell<i32> = const { Cell::new(0) };
+}
+
+/// Whether this thread may do what a capture elsewhere does not allow.
+pub fn is_relaxed() -> bool {
+    CAPTURE_MODE.get() == 2
 }
 
 entry!(Kind::Plain, fn cuThreadExchangeStreamCaptureMode(mode: usize) |_drv| {

@@ -237,6 +237,25 @@ fn peer_memory_needs_access() {
 }
 
 #[test]
+fn what_breaks_a_capture_off_is_told() {
+    let env = [("VCCL_DOUBLE_CAPTURE", "1")];
+    isolated("what_breaks_a_capture_off_is_told", &env, || {
+        let cu = Cu::start();
+        cu.control.reset();
+        let at = cu.alloc(M);
+        assert!(cu.violations()[0].starts_with("breaks a graph capture: cuMemAlloc_v2"));
+        cu.control.reset();
+        let mut mode = 2;
+        assert_eq!(cu.cuThreadExchangeStreamCaptureMode(&mut mode), 0);
+        assert_eq!(mode, 0, "global is what a thread begins with");
+        assert_eq!(cu.cuMemFree_v2(at), 0);
+        assert_eq!(cu.violations(), [""; 0]);
+        assert_eq!(cu.cuThreadExchangeStreamCaptureMode(&mut mode), 0);
+        assert_eq!(mode, 2);
+    });
+}
+
+#[test]
 fn slow_calls_on_a_progress_path_are_violations() {
     isolated("slow_calls_on_a_progress_path_are_violations", &[], || {
         let cu = Cu::start();

@@ -180,6 +180,8 @@ pub fn run_case(case: &Case, setup: &Setup) -> (Outcome, Duration) {
             }
         };
         set("VCCL_DOUBLE_DEVICES", case.nranks.max(2).to_string());
+        // An application may capture a graph at any time.
+        set("VCCL_DOUBLE_CAPTURE", "1".to_string());
         if setup.recv == Kind::VmmPrivate {
             // Nobody else can write into such memory: a copy within the GPU is all that is left.
             set("VCCL_DOUBLE_ALLOW_LOCAL", "1".to_string());

@@ -257,6 +257,7 @@ api! {
     cuMemcpyHtoDAsync_v2(dst: u64, src: usize, len: usize, stream: u64);
     cuMemcpyDtoHAsync_v2(dst: usize, src: u64, len: usize, stream: u64);
     cuMemcpy2DAsync_v2(rows: *const Rows, stream: u64);
+    cuThreadExchangeStreamCaptureMode(mode: &mut i32);
     cuMemcpyPeerAsync(dst: u64, dst_ctx: u64, src: u64, src_ctx: u64, len: usize, stream: u64);
     cuMemcpy(dst: u64, src: u64, len: usize);
     cuMemcpyHtoD_v2(dst: u64, src: *const u8, len: usize);
