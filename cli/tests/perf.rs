@@ -287,6 +287,22 @@ fn pingpong_steps_and_no_check() {
 fn an_interrupt_stops_the_ranks() {
     use std::process::{Command, Stdio};
     let plugin = plugin();
+    /// Ends a run that a failed test leaves behind, with its ranks.
+    struct Ended(Option<std::process::Child>);
+    impl Drop for Ended {
+        fn drop(&mut self) {
+            if let Some(mut child) = self.0.take() {
+                interrupt(child.id());
+                let _ = child.wait();
+            }
+        }
+    }
+    fn interrupt(id: u32) -> bool {
+        // The shell's own: a system without procps has no program of that name.
+        let kill = format!("kill -INT {id}");
+        let status = Command::new("sh").args(["-c", &kill]).status();
+        status.is_ok_and(|s| s.success())
+    }
     let child = Command::new(env!("CARGO_BIN_EXE_vccl"))
         .args([
             "perf",
@@ -307,6 +323,7 @@ fn an_interrupt_stops_the_ranks() {
         .spawn()
         .expect("vccl starts");
     let id = child.id();
+    let mut running = Ended(Some(child));
     let children =
         || std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
     let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
@@ -317,11 +334,8 @@ fn an_interrupt_stops_the_ranks() {
     }
     assert_eq!(ranks.len(), 2, "two ranks run");
     std::thread::sleep(std::time::Duration::from_millis(200));
-    let killed = Command::new("kill")
-        .args(["-INT", &id.to_string()])
-        .status()
-        .expect("kill");
-    assert!(killed.success());
+    assert!(interrupt(id));
+    let child = running.0.take().expect("still there");
     let out = child.wait_with_output().expect("vccl ends");
     assert!(!out.status.success());
     assert!(String::from_utf8_lossy(&out.stderr).contains("interrupted"));
