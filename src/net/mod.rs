@@ -559,8 +559,6 @@ pub fn accept(l: &ListenComm) -> Result<Option<RecvComm>> {
     let Some(tcp) = &l.tcp else {
         return Ok(None);
     };
-    // Building queue pairs may look at the GPU.
-    let _relaxed = Relaxed::begin();
     let mut negotiations = lock(&l.negotiations);
     while let Some(accepted) = tcp.accept()? {
         match accepted {

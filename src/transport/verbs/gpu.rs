@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::adapter::Adapter;
 use super::rails::{id, Rails, Write};
 use crate::config::Ib;
-use crate::cuda::{driver, DevicePtr, Driver};
+use crate::cuda::{driver, DevicePtr, Driver, Relaxed};
 use crate::error::{Error, Result};
 use crate::ibverbs::devices::Port;
 use crate::ibverbs::{sys, Mr};
@@ -117,6 +117,8 @@ pub fn probe(
     ordinal: i32,
     ib: &Ib,
 ) -> std::result::Result<How, String> {
+    // Whatever entry point first needs to know: it allocates.
+    let _relaxed = Relaxed::begin();
     let text = |e: Error| e.text().to_string();
     flush_of(ordinal)?;
     let memory = Memory::new(ordinal).map_err(text)?;
