@@ -95,6 +95,9 @@ fn what_cannot_be_is_refused_with_its_reason() {
         (&["perf", "sendrecv", "--channels", "0"], "--channels 0"),
         (&["perf", "sendrecv", "--abi", "5"], "5"),
         (&["perf", "alltoall", "--pingpong"], "sendrecv only"),
+        (&["perf", "allgather", "--oneway"], "sendrecv only"),
+        (&["perf", "sendrecv", "--oneway", "--pingpong"], "--oneway"),
+        (&["perf", "sendrecv", "--buffers", "0"], "--buffers 0"),
         (
             &[
                 "perf",
@@ -252,6 +255,34 @@ fn bus_bandwidth_has_the_factors_of_nccl_tests() {
         );
         assert_eq!(table[0][6], "0", "{out}");
     }
+}
+
+#[test]
+fn oneway_streams_through_buffers_in_turn() {
+    let args = [
+        "sendrecv",
+        "--oneway",
+        "--steps",
+        "3",
+        "--buffers",
+        "5",
+        "-b",
+        "4",
+        "-e",
+        "4M",
+        "-f",
+        "32",
+        "-n",
+        "7",
+    ];
+    let (ok, out, err) = perf(&args);
+    assert!(
+        ok && out.contains("rank 0 to rank 1") && out.contains("5 buffers"),
+        "{out}\n{err}"
+    );
+    let table = rows(&out);
+    assert_eq!(table.len(), 5, "{out}");
+    assert!(table.iter().all(|r| r[6] == "0"), "{out}");
 }
 
 #[test]

@@ -87,6 +87,8 @@ driver! {
     error_name = "cuGetErrorName": fn(c_int, *mut *const c_char);
     mem_alloc = "cuMemAlloc_v2": fn(*mut DevicePtr, usize);
     mem_free = "cuMemFree_v2": fn(DevicePtr);
+    host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
+    host_free = "cuMemFreeHost": fn(*mut c_void);
     copy_to_device = "cuMemcpyHtoD_v2": fn(DevicePtr, *const c_void, usize);
     stream_synchronize = "cuStreamSynchronize": fn(*mut c_void);
     copy_to_host = "cuMemcpyDtoH_v2": fn(*mut c_void, DevicePtr, usize);
@@ -298,6 +300,29 @@ impl Cuda {
         let _relaxed = self.relaxed();
         // SAFETY: the caller got the address from `alloc` and uses it no more.
         self.check(unsafe { (self.driver.mem_free)(p) }, "cuMemFree")
+    }
+
+    /// `cuMemHostAlloc`, for all contexts.
+    pub fn alloc_host(&self, len: usize) -> Result<usize> {
+        const PORTABLE: c_uint = 1;
+        let _relaxed = self.relaxed();
+        let mut p = std::ptr::null_mut();
+        self.check(
+            // SAFETY: `p` is a place for an address.
+            unsafe { (self.driver.host_alloc)(&mut p, len, PORTABLE) },
+            "cuMemHostAlloc",
+        )?;
+        Ok(p as usize)
+    }
+
+    /// `cuMemFreeHost`
+    pub fn free_host(&self, p: usize) -> Result<()> {
+        let _relaxed = self.relaxed();
+        // SAFETY: the caller got the address from `alloc_host` and uses it no more.
+        self.check(
+            unsafe { (self.driver.host_free)(p as *mut c_void) },
+            "cuMemFreeHost",
+        )
     }
 
     /// Copies host bytes to the device and waits.

@@ -11,6 +11,8 @@ pub enum Kind {
     Malloc,
     /// Host memory from an anonymous mmap.
     Mmap,
+    /// Host memory that the driver has page-locked: what NCCL itself allocates.
+    Pinned,
     /// Device memory from cuMemAlloc.
     Cuda,
     /// Device memory of the virtual memory management, exportable as a file descriptor: what NCCL
@@ -22,9 +24,10 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 5] = [
+    pub const ALL: [Kind; 6] = [
         Kind::Malloc,
         Kind::Mmap,
+        Kind::Pinned,
         Kind::Cuda,
         Kind::Vmm,
         Kind::VmmPrivate,
@@ -35,6 +38,7 @@ impl Kind {
         match self {
             Kind::Malloc => "host",
             Kind::Mmap => "mmap",
+            Kind::Pinned => "pinned",
             Kind::Cuda => "cuda",
             Kind::Vmm => "vmm",
             Kind::VmmPrivate => "vmm-private",
@@ -48,14 +52,14 @@ impl Kind {
             .find(|k| k.name() == name)
             .ok_or_else(|| {
                 Error::new(format!(
-                "no kind of memory is called {name}; there are host, mmap, cuda, vmm, vmm-private"
+                "no kind of memory is called {name}; there are host, mmap, pinned, cuda, vmm, vmm-private"
             ))
             })
     }
 
     /// Whether it is the GPU's.
     pub fn is_device(self) -> bool {
-        !matches!(self, Kind::Malloc | Kind::Mmap)
+        !matches!(self, Kind::Malloc | Kind::Mmap | Kind::Pinned)
     }
 }
 
@@ -63,6 +67,7 @@ impl Kind {
 enum Owner {
     Malloc,
     Mmap,
+    Pinned,
     Cuda,
     Vmm(Vmm),
 }
@@ -114,6 +119,11 @@ impl Buffer {
                     );
                 }
                 (p as usize, Owner::Mmap)
+            }
+            Kind::Pinned => {
+                let c = cuda::get()?;
+                c.bind(gpu)?;
+                (c.alloc_host(len)?, Owner::Pinned)
             }
             Kind::Cuda => {
                 let c = cuda::get()?;
@@ -218,6 +228,10 @@ impl Drop for Buffer {
                 unsafe { libc::munmap(self.address as *mut libc::c_void, self.len) };
                 Ok(())
             }
+            Owner::Pinned => cuda::get().and_then(|c| {
+                c.bind(self.gpu)?;
+                c.free_host(self.address)
+            }),
             Owner::Cuda => cuda::get()
                 .and_then(|c| c.bind(self.gpu).and_then(|()| c.free(self.address as u64))),
             Owner::Vmm(v) => {

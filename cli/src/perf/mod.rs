@@ -13,6 +13,7 @@ use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use plugin_tests::cuda;
 use plugin_tests::launch::Launch;
+use plugin_tests::memory::Kind;
 use plugin_tests::net::MAX_REQUESTS;
 use plugin_tests::nodes::Node;
 use plugin_tests::params::Params;
@@ -61,8 +62,21 @@ pub enum Memory {
     Auto,
     /// Host memory
     Host,
+    /// Host memory that the GPU's driver has page-locked
+    Pinned,
     /// GPU memory that other processes can map, as NCCL allocates it
     Device,
+}
+
+impl Memory {
+    fn name(self) -> &'static str {
+        match self {
+            Memory::Auto => "auto",
+            Memory::Host => "host",
+            Memory::Pinned => "pinned",
+            Memory::Device => "device",
+        }
+    }
 }
 
 /// The options, named as in nccl-tests where that has them.
@@ -123,8 +137,15 @@ pub struct Args {
     #[arg(long, default_value_t = 1)]
     channels: usize,
     /// Measure one-way latency: half the time in which a message goes to rank 1 and one comes back
-    #[arg(long)]
+    #[arg(long, conflicts_with = "oneway")]
     pingpong: bool,
+    /// Only rank 0 sends, to rank 1; with --steps, a stream of messages
+    #[arg(long)]
+    oneway: bool,
+    /// Buffers that are used in turn, each as large as --maxbytes: with enough of them small messages are not
+    /// in the caches
+    #[arg(long, default_value_t = 1)]
+    buffers: usize,
     /// Also write the results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
@@ -133,63 +154,93 @@ pub struct Args {
     timeout: u64,
 }
 
+/// Who sends, in a sendrecv.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Way {
+    /// Everybody.
+    Both,
+    /// Rank 0.
+    #[value(name = "oneway")]
+    One,
+    /// Rank 0, and rank 1 when it has received.
+    #[value(name = "pingpong")]
+    PingPong,
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Way::Both => "both",
+            Way::One => "oneway",
+            Way::PingPong => "pingpong",
+        }
+    }
+}
+
+impl Args {
+    fn way(&self) -> Way {
+        match (self.oneway, self.pingpong) {
+            (true, _) => Way::One,
+            (_, true) => Way::PingPong,
+            _ => Way::Both,
+        }
+    }
+}
+
 struct Place {
     ranks: usize,
-    device: bool,
+    kind: Kind,
     gpus: Vec<String>,
 }
 
 /// Decides where to run, or says why that cannot be.
 fn place(args: &Args) -> Result<Place, String> {
-    let gpus = if args.memory == Memory::Host {
-        0
-    } else {
-        cuda::device_count()
+    let gpus = match args.memory {
+        Memory::Host => 0,
+        _ => cuda::device_count(),
     };
+    if gpus == 0 && matches!(args.memory, Memory::Device | Memory::Pinned) {
+        let why = cuda::get()
+            .err()
+            .map_or("there is no GPU".into(), |e| e.to_string());
+        return Err(format!(
+            "--memory {} needs GPUs: {why}; --memory host needs none",
+            args.memory.name()
+        ));
+    }
     let device = match args.memory {
-        Memory::Host => false,
+        Memory::Host | Memory::Pinned => false,
         Memory::Auto => gpus >= 2,
-        Memory::Device => {
-            if gpus == 0 {
-                let why = cuda::get()
-                    .err()
-                    .map_or("there is no GPU".into(), |e| e.to_string());
-                return Err(format!(
-                    "--memory device needs GPUs: {why}; --memory host needs none"
-                ));
-            }
-            if gpus == 1 {
-                return Err(
-                    "--memory device needs at least two GPUs and this machine has one: the \
-                            plugin moves data between GPUs; --memory host measures without them"
-                        .into(),
-                );
-            }
-            true
-        }
+        Memory::Device => true,
     };
+    if device && gpus == 1 && args.ranks.is_none() {
+        return Err(
+            "--memory device needs two GPUs and this machine has one: --ranks 2 lets two ranks share \
+             it, --memory host measures without it"
+                .into(),
+        );
+    }
     let ranks = args.ranks.unwrap_or(if device { gpus } else { 2 });
     if ranks < 2 {
         return Err(format!(
             "--ranks {ranks}: data moves between at least 2 ranks"
         ));
     }
-    if device && ranks > gpus {
-        return Err(format!(
-            "--ranks {ranks}: each rank has a GPU of its own, and this machine has {gpus}; ask for \
-             fewer ranks or for --memory host"
-        ));
-    }
-    let names = (0..if device { ranks } else { 0 })
+    let names = (0..if device { ranks.min(gpus) } else { 0 })
         .map(|g| {
             cuda::get()
                 .and_then(|c| c.device_name(g))
                 .unwrap_or_else(|_| "unknown".into())
         })
         .collect();
+    let kind = match (device, args.memory) {
+        (true, _) => Kind::Vmm,
+        (false, Memory::Pinned) => Kind::Pinned,
+        (false, _) => Kind::Mmap,
+    };
     Ok(Place {
         ranks,
-        device,
+        kind,
         gpus: names,
     })
 }
@@ -216,12 +267,20 @@ fn check_args(args: &Args) -> Result<Sizes, String> {
             args.channels
         ));
     }
-    if args.pingpong && args.op != Op::Sendrecv {
-        return Err("--pingpong goes with sendrecv only".into());
+    if args.way() != Way::Both && args.op != Op::Sendrecv {
+        return Err(format!("--{} goes with sendrecv only", args.way().name()));
     }
-    if args.abi.is_some_and(|v| v < 8) && args.maxbytes > i32::MAX as u64 {
+    if !(1..=1024).contains(&args.buffers) {
+        return Err(format!(
+            "--buffers {}: 1 to 1024 are possible",
+            args.buffers
+        ));
+    }
+    let registered = args.maxbytes.saturating_mul(args.buffers as u64);
+    if args.abi.is_some_and(|v| v < 8) && registered > i32::MAX as u64 {
         return Err(
-            "before ABI version 8 a registration has at most 2 GiB - 1; lower --maxbytes".into(),
+            "before ABI version 8 a registration has at most 2 GiB - 1; lower --maxbytes or --buffers"
+                .into(),
         );
     }
     Ok(sizes)
@@ -231,9 +290,10 @@ fn check_args(args: &Args) -> Result<Sizes, String> {
 pub fn run(args: &Args) -> Result<(), String> {
     let sizes = check_args(args)?;
     let place = place(args)?;
-    if args.pingpong && place.ranks != 2 {
+    if args.way() != Way::Both && place.ranks != 2 {
         return Err(format!(
-            "--pingpong is between 2 ranks, not {}",
+            "--{} is between 2 ranks, not {}",
+            args.way().name(),
             place.ranks
         ));
     }
@@ -247,8 +307,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     launch.tidy = false;
     launch.interrupt = Some(signals::watch());
     let p = &mut launch.params;
-    p.set("op", args.op.name())
-        .set("memory", if place.device { "vmm" } else { "mmap" });
+    p.set("op", args.op.name()).set("memory", place.kind.name());
     p.set("min", args.minbytes).set("max", args.maxbytes);
     p.set("factor", args.stepfactor)
         .set("bytes", args.stepbytes.unwrap_or(0));
@@ -256,7 +315,7 @@ pub fn run(args: &Args) -> Result<(), String> {
         .set("warmup", args.warmup_iters)
         .set("check", args.check);
     p.set("steps", args.steps).set("channels", args.channels);
-    p.set("pingpong", u8::from(args.pingpong));
+    p.set("way", args.way().name()).set("buffers", args.buffers);
 
     let bar = ProgressBar::with_draw_target(
         Some(sizes.list().len() as u64),

@@ -3,7 +3,7 @@
 use plugin_tests::net::MAX_MESSAGE;
 
 use super::sizes::ELEMENT;
-use super::Op;
+use super::{Op, Way};
 
 /// A connection's part of one iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,12 +17,13 @@ pub struct Part {
 }
 
 /// The connections that an operation needs, in an order that all ranks share.
-pub fn pairs(op: Op, ranks: usize, channels: usize, pingpong: bool) -> Vec<(usize, usize)> {
+pub fn pairs(op: Op, ranks: usize, channels: usize, way: Way) -> Vec<(usize, usize)> {
     let mut out = Vec::new();
-    match op {
-        Op::Sendrecv if pingpong => out.extend([(0, 1), (1, 0)]),
-        Op::Sendrecv => out.extend((0..ranks).map(|r| (r, (r + 1) % ranks))),
-        Op::Alltoall | Op::Allgather => {
+    match (op, way) {
+        (Op::Sendrecv, Way::PingPong) => out.extend([(0, 1), (1, 0)]),
+        (Op::Sendrecv, Way::One) => out.push((0, 1)),
+        (Op::Sendrecv, Way::Both) => out.extend((0..ranks).map(|r| (r, (r + 1) % ranks))),
+        (Op::Alltoall | Op::Allgather, _) => {
             for distance in 1..ranks {
                 out.extend((0..ranks).map(|r| (r, (r + distance) % ranks)));
             }
@@ -100,7 +101,7 @@ mod tests {
                         let (send, recv) = buffers(op, size, ranks);
                         let mut hits = vec![0; recv];
                         let mut channel = std::collections::HashMap::new();
-                        for pair in pairs(op, ranks, channels, false) {
+                        for pair in pairs(op, ranks, channels, Way::Both) {
                             let c = channel.entry(pair).or_insert(0);
                             if pair.1 == me {
                                 for p in messages(op, size, ranks, pair, (*c, channels)) {

@@ -16,7 +16,7 @@ use plugin_tests::worker::Idle;
 
 use super::plan::{self, Part};
 use super::sizes::{Sizes, ELEMENT};
-use super::Op;
+use super::{Op, Way};
 
 /// One connection, with the memory registered on it.
 struct Channel {
@@ -30,7 +30,8 @@ struct Bench {
     op: Op,
     steps: usize,
     channels: usize,
-    pingpong: bool,
+    way: Way,
+    buffers: usize,
     ranks: usize,
     cores: usize,
 }
@@ -39,7 +40,7 @@ impl Bench {
     /// Whether a rank that waits lets others have its core. The kernel has its share of moving many bytes, and
     /// so have helping threads; a small message waits for nothing but its receiver's next look.
     fn yields(&self, size: usize) -> bool {
-        let others = !self.pingpong || size >= 64 << 10;
+        let others = self.way != Way::PingPong || size >= 64 << 10;
         self.ranks + usize::from(others) > self.cores
     }
 }
@@ -59,15 +60,18 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
         op,
         steps: p.get("steps")?,
         channels: p.get("channels")?,
-        pingpong: p.get::<u8>("pingpong")? == 1,
+        way: Way::from_str(&p.get::<String>("way")?, true).map_err(Error::new)?,
+        buffers: p.get("buffers")?,
         ranks: ctx.nranks,
         cores,
     };
 
     let most = sizes.list().iter().copied().max().unwrap_or(ELEMENT) as usize;
     let (send_len, recv_len) = plan::buffers(op, most, ctx.nranks);
-    let send = Arc::new(Buffer::new(kind, send_len.max(ELEMENT as usize), ctx.gpu)?);
-    let recv = Arc::new(Buffer::new(kind, recv_len.max(ELEMENT as usize), ctx.gpu)?);
+    let buffers =
+        |len: usize| Buffer::new(kind, bench.buffers * len.max(ELEMENT as usize), ctx.gpu);
+    let send = Arc::new(buffers(send_len)?);
+    let recv = Arc::new(buffers(recv_len)?);
     send.set(1)?;
     recv.set(2)?;
     // One stream of memcpy, to set the results in host memory against.
@@ -80,7 +84,7 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
         _ => None,
     };
 
-    let pairs = plan::pairs(op, ctx.nranks, bench.channels, bench.pingpong);
+    let pairs = plan::pairs(op, ctx.nranks, bench.channels, bench.way);
     let mut numbers = HashMap::new();
     let mut mine = Vec::new();
     for pair in &pairs {
@@ -112,7 +116,7 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
         ctx.oob.barrier()?;
         let rank = (ctx.rank, ctx.nranks);
         ctx.progress(move |_| keep_to_own_cores(rank))?;
-        let seconds = if bench.pingpong {
+        let seconds = if bench.way == Way::PingPong {
             let (mean, median) =
                 ctx.progress(|io| pingpong(io, &channels, size, warmup, iters, &bench))?;
             out.set("median", median);
@@ -219,6 +223,8 @@ fn iterate(
             continue;
         }
         let sends = c.link.sends();
+        let stride = c.memory.buffer.len() / bench.buffers;
+        let buffers = bench.buffers;
         let flow = Flow::new(
             format!(
                 "connection {} of rank {} to rank {}",
@@ -229,9 +235,10 @@ fn iterate(
             (bench.steps * per_iteration).min(MAX_REQUESTS),
             move |i| {
                 let part = parts[i % parts.len()];
+                let buffer = i / parts.len() % buffers * stride;
                 Message {
                     memory: &c.memory,
-                    offset: if sends { part.from } else { part.to },
+                    offset: buffer + if sends { part.from } else { part.to },
                     size: part.len,
                     tag: c.number as i32,
                 }
@@ -325,9 +332,9 @@ fn pingpong(
             comm,
             0,
             window,
-            move |_| Message {
+            move |i| Message {
                 memory,
-                offset: 0,
+                offset: i % bench.buffers * (memory.buffer.len() / bench.buffers),
                 size: size.min(plugin_tests::net::MAX_MESSAGE),
                 tag: 0,
             },
@@ -410,6 +417,7 @@ fn verify(
     };
     let me = ctx.rank;
     let sources: Vec<(usize, usize)> = match bench.op {
+        Op::Sendrecv if bench.way == Way::One && me > 0 => vec![],
         Op::Sendrecv => vec![(0, (me + 1) % n)],
         Op::Alltoall => (0..n)
             .filter(|r| *r != me)
@@ -428,12 +436,13 @@ fn verify(
     pieces(plan::buffers(bench.op, size, n).1, |from, len| {
         recv.write(from, &vec![0x5a; len])
     })?;
-    if bench.pingpong {
+    if bench.way == Way::PingPong {
         ctx.progress(|io| pingpong(io, channels, size, 0, 1, bench))?;
     } else {
         ctx.progress(|io| iterate(io, channels, size, n, 0, 1, bench))?;
     }
     let targets: Vec<(usize, usize)> = match bench.op {
+        Op::Sendrecv if bench.way == Way::One && me != 1 => vec![],
         Op::Sendrecv => vec![(0, (me + n - 1) % n)],
         _ => (0..n)
             .filter(|r| *r != me)

@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::{presets, CellAlignment, Table};
 use plugin_tests::error::Result;
+use plugin_tests::memory::Kind;
 use plugin_tests::params::Params;
 use serde::Serialize;
 
@@ -62,7 +63,8 @@ pub struct Report {
     warmup_iters: usize,
     steps: usize,
     channels: usize,
-    pingpong: bool,
+    way: &'static str,
+    buffers: usize,
     results: Vec<Row>,
     avg_busbw_gbps: f64,
     wrong: usize,
@@ -91,12 +93,17 @@ impl Report {
             abi: 0,
             operation: args.op.name(),
             ranks: place.ranks,
-            memory: if place.device { "device" } else { "host" },
+            memory: match place.kind {
+                Kind::Pinned => "pinned",
+                k if k.is_device() => "device",
+                _ => "host",
+            },
             iters: args.iters,
             warmup_iters: args.warmup_iters,
             steps: args.steps,
             channels: args.channels,
-            pingpong: args.pingpong,
+            way: args.way().name(),
+            buffers: args.buffers,
             results: Vec::new(),
             avg_busbw_gbps: 0.0,
             wrong: 0,
@@ -222,26 +229,32 @@ impl Report {
         }
         let mut out = String::new();
         out += &format!(
-            "# vccl perf {} {}: {} ranks, {} memory, plugin {} ({}, v{})\n",
+            "# vccl perf {} {}: {} ranks{}, {} memory, plugin {} ({}, v{})\n",
             self.operation,
             self.version,
             self.ranks,
+            match self.host.gpus.len() {
+                n if n > 0 && n < self.ranks => format!(" that share {n} GPU{}", plural(n)),
+                _ => String::new(),
+            },
             self.memory,
             self.plugin,
             self.network,
             self.abi
         );
         out += &format!(
-            "# {} iterations after {}, {} in flight, {} channel{}; out of place{}\n#\n",
+            "# {} iterations after {}, {} in flight, {} channel{}, {} buffer{}; out of place{}\n#\n",
             self.iters,
             self.warmup_iters,
             self.steps,
             self.channels,
-            if self.channels == 1 { "" } else { "s" },
-            if self.pingpong {
-                "; ping-pong: time is one way"
-            } else {
-                ""
+            plural(self.channels),
+            self.buffers,
+            plural(self.buffers),
+            match self.way {
+                "pingpong" => "; ping-pong: time is one way",
+                "oneway" => "; one way: rank 0 to rank 1",
+                _ => "",
             }
         );
         out += &format!("{table}\n");
@@ -259,6 +272,14 @@ impl Report {
         let mut text = serde_json::to_string_pretty(self).unwrap_or_else(|e| format!("\"{e}\""));
         text.push('\n');
         text
+    }
+}
+
+fn plural(n: usize) -> &'static str {
+    if n == 1 {
+        ""
+    } else {
+        "s"
     }
 }
 

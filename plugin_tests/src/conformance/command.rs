@@ -18,7 +18,7 @@ usage: conformance --plugin LIBRARY [options]
 
   --plugin LIBRARY    the net plugin to test
   --abi N[,N...]      ABI versions, 6 to 12; default: the newest that the plugin has
-  --memory K[,K...]   kinds of memory: host, mmap, cuda, vmm, vmm-private, or a pair as vmm:host
+  --memory K[,K...]   kinds of memory: host, mmap, pinned, cuda, vmm, vmm-private, or a pair as vmm:host
                       for sender and receiver; default: host
   --case NAME         only this case; may be repeated
   --group NAME        only this group; may be repeated

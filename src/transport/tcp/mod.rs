@@ -60,6 +60,29 @@ pub(crate) const POLL_BYTES: usize = 8 << 20;
 /// meanwhile waits for its end: sent at once, a large message goes at less than half the speed.
 const SEND_BYTES: usize = 512 << 10;
 
+/// Keeps what waits in the sockets of one connection to [`SEND_BYTES`] together, beyond what is on its way: else
+/// several hold more than the caches do, and what is read out of them comes from memory. One socket is left
+/// alone, and so are those that have threads, which sleep until there is room and would be woken too late.
+fn limit_unsent(sockets: &[TcpStream], threads: usize) {
+    let n = sockets.len();
+    if n < 2 || threads > 0 {
+        return;
+    }
+    let each = (SEND_BYTES / n).max(SEND_BYTES / 8) as libc::c_int;
+    for s in sockets {
+        // SAFETY: the value is an int that lives during the call. A wish: it goes as well without.
+        unsafe {
+            libc::setsockopt(
+                s.as_raw_fd(),
+                libc::IPPROTO_TCP,
+                libc::TCP_NOTSENT_LOWAT,
+                (&raw const each).cast(),
+                std::mem::size_of_val(&each) as libc::socklen_t,
+            )
+        };
+    }
+}
+
 /// What connectors need to know of a listener.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Address {

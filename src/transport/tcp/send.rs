@@ -7,7 +7,9 @@ use std::sync::Arc;
 use super::helpers::{Helpers, WORTH};
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
-use super::{helper_threads, is_dead, receive, transmit, Moved, Side, POLL_BYTES, RING};
+use super::{
+    helper_threads, is_dead, limit_unsent, receive, transmit, Moved, Side, POLL_BYTES, RING,
+};
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::transport::staging::{CHUNKS, SMALL};
@@ -122,6 +124,8 @@ pub struct SendConnection {
 impl SendConnection {
     /// The end of a connection that was answered.
     pub fn new(service: Arc<Service>, sockets: Vec<TcpStream>, peer: SocketAddr) -> SendConnection {
+        let threads = helper_threads();
+        limit_unsent(&sockets, threads);
         let outs = sockets
             .into_iter()
             .map(|socket| Out {
@@ -133,7 +137,7 @@ impl SendConnection {
         SendConnection {
             side: Side::new(service, format!("connection to {peer}")),
             gate: Gate::new(State {
-                threads: helper_threads(),
+                threads,
                 helpers: None,
                 outs,
                 order: 0,
