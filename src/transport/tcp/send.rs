@@ -33,6 +33,19 @@ struct Item {
     chunk: Option<usize>,
 }
 
+impl Item {
+    fn new(request: usize, frame: Frame, addr: u64, chunk: Option<usize>) -> Item {
+        Item {
+            request,
+            head: frame.encode(),
+            head_sent: 0,
+            addr,
+            len: frame.len,
+            chunk,
+        }
+    }
+}
+
 /// A message out of a GPU that is not all in chunks yet.
 #[derive(Clone, Copy, Debug)]
 struct Staged {
@@ -50,7 +63,7 @@ enum Use {
     Free,
     /// The copy into it is in flight.
     Copying,
-    /// A frame is sent out of it.
+    /// A frame is sent out of it, or will be once a socket has nothing else to send.
     Sending,
 }
 
@@ -101,6 +114,9 @@ struct State {
     chunks: [Chunk; CHUNKS],
     /// Those that are being filled, in the order in which they will be full.
     filling: VecDeque<usize>,
+    /// Those that are full. A socket takes one when it has nothing else to send, so that the slow ones take
+    /// fewer.
+    full: VecDeque<usize>,
     posts: VecDeque<Post>,
     /// Number of the next post that will come.
     next: u32,
@@ -131,7 +147,7 @@ impl SendConnection {
             .map(|socket| Out {
                 socket: Arc::new(socket),
                 helped: false,
-                queue: VecDeque::with_capacity(RING + CHUNKS),
+                queue: VecDeque::with_capacity(RING + 1),
             })
             .collect();
         SendConnection {
@@ -146,6 +162,7 @@ impl SendConnection {
                 staged: VecDeque::with_capacity(RING),
                 chunks: [Chunk::default(); CHUNKS],
                 filling: VecDeque::with_capacity(CHUNKS),
+                full: VecDeque::with_capacity(CHUNKS),
                 posts: VecDeque::with_capacity(RING),
                 next: FIRST,
                 bytes: [0; RING * POST_LEN],
@@ -218,14 +235,14 @@ impl SendConnection {
         }
     }
 
-    /// Fills free chunks, and sends those that are full.
+    /// Fills free chunks, and finds those that are full.
     #[inline]
     fn stage(&self, st: &mut State) -> Result<()> {
         let Some(staging) = self.side.staging.get() else {
             return Ok(());
         };
         while let Some(m) = st.staged.front_mut() {
-            // Any: a slow socket holds up the others no more than it must.
+            // Any: they are sent in no order.
             let Some(i) = st.chunks.iter().position(|c| c.used == Use::Free) else {
                 break;
             };
@@ -255,20 +272,25 @@ impl SendConnection {
             if !staging.is_over(chunk, c.step) {
                 break;
             }
-            st.filling.pop_front();
             c.used = Use::Sending;
-            let c = *c;
-            let frame = Frame {
-                kind: kind::DATA,
-                seq: c.seq,
-                total: c.total,
-                offset: c.offset,
-                len: c.len,
-            };
-            let socket = st.shortest();
-            st.enqueue(socket, c.request, frame, staging.host(chunk), Some(chunk));
+            st.filling.pop_front();
+            st.full.push_back(chunk);
         }
         Ok(())
+    }
+
+    /// The frame that a full chunk is sent as.
+    #[inline]
+    fn chunk(&self, i: usize, c: &Chunk) -> Option<Item> {
+        let frame = Frame {
+            kind: kind::DATA,
+            seq: c.seq,
+            total: c.total,
+            offset: c.offset,
+            len: c.len,
+        };
+        let host = self.side.staging.get()?.host(i);
+        Some(Item::new(c.request, frame, host, Some(i)))
     }
 
     #[cold]
@@ -289,6 +311,11 @@ impl SendConnection {
         for (k, out) in st.outs.iter_mut().enumerate() {
             let mut sent = 0;
             while sent < POLL_BYTES {
+                if out.queue.is_empty() {
+                    let Some(i) = st.full.pop_front() else { break };
+                    let item = self.chunk(i, &st.chunks[i]);
+                    out.queue.extend(item);
+                }
                 let Some(item) = out.queue.front_mut() else {
                     break;
                 };
@@ -357,6 +384,7 @@ impl State {
                 h.halt();
             }
             self.staged.clear();
+            self.full.clear();
             for o in self.outs.iter_mut() {
                 o.queue.clear();
                 let _ = o.socket.shutdown(Shutdown::Write);
@@ -365,22 +393,9 @@ impl State {
     }
 
     /// The caller has counted the frame.
-    fn enqueue(
-        &mut self,
-        socket: usize,
-        request: usize,
-        frame: Frame,
-        addr: u64,
-        chunk: Option<usize>,
-    ) {
-        self.outs[socket].queue.push_back(Item {
-            request,
-            head: frame.encode(),
-            head_sent: 0,
-            addr,
-            len: frame.len,
-            chunk,
-        });
+    fn enqueue(&mut self, socket: usize, request: usize, frame: Frame, addr: u64) {
+        let item = Item::new(request, frame, addr, None);
+        self.outs[socket].queue.push_back(item);
     }
 
     /// The socket whose turn it is.
@@ -388,16 +403,6 @@ impl State {
         let socket = self.turn;
         self.turn = (socket + 1) % self.outs.len();
         socket
-    }
-
-    /// The socket with the fewest frames before it, those in their turn first.
-    fn shortest(&mut self) -> usize {
-        let n = self.outs.len();
-        let turn = self.turn();
-        (turn..turn + n)
-            .map(|i| i % n)
-            .min_by_key(|i| self.outs[*i].queue.len())
-            .unwrap_or(turn)
     }
 
     /// A message over as many sockets as it is worth.
@@ -415,7 +420,7 @@ impl State {
             };
             let socket = self.turn();
             self.requests[request].frames += 1;
-            self.enqueue(socket, request, frame, addr + offset, None);
+            self.enqueue(socket, request, frame, addr + offset);
         }
     }
 }
@@ -571,7 +576,7 @@ impl SendEnd for SendConnection {
                 len: 0,
             };
             st.requests[index].frames = 1;
-            st.enqueue(0, index, frame, addr, None);
+            st.enqueue(0, index, frame, addr);
         } else if matches!(region.memory, Memory::Device(_)) && len > 0 {
             let chunk = self.side.staging.get().map_or(SMALL, |s| s.chunk()) as u64;
             st.requests[index].frames = len.div_ceil(chunk) as u32;
