@@ -10,6 +10,8 @@ use loom::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 
+use super::wire::FRAME_LEN;
+
 const IDLE: u32 = 0;
 const GIVEN: u32 = 1;
 const REVOKED: u32 = 2;
@@ -18,12 +20,30 @@ const DONE: u32 = 3;
 #[derive(Debug)]
 struct Slot {
     state: AtomicU32,
+    /// A frame's head, of which the last `before` bytes are moved before the range.
+    head: [AtomicU64; FRAME_LEN / 8],
+    before: AtomicU64,
     addr: AtomicU64,
     len: AtomicU64,
-    /// Bytes that have moved.
+    /// Bytes that have moved, with those of the head.
     moved: AtomicU64,
     /// Why no more will; 0: all have.
     end: AtomicI32,
+}
+
+/// What is left of a frame's head.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Head {
+    bytes: [u8; FRAME_LEN],
+    left: usize,
+}
+
+impl Head {
+    /// Its bytes.
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[FRAME_LEN - self.left..]
+    }
 }
 
 /// What a helper finds to do in a slot.
@@ -33,6 +53,8 @@ pub enum Work {
     None,
     /// Move what is left of the range.
     Move {
+        /// What is moved before it.
+        head: Head,
         /// Where it begins.
         addr: u64,
         /// Its bytes.
@@ -57,6 +79,8 @@ impl Handover {
             slots: (0..n)
                 .map(|_| Slot {
                     state: AtomicU32::new(IDLE),
+                    head: std::array::from_fn(|_| AtomicU64::new(0)),
+                    before: AtomicU64::new(0),
                     addr: AtomicU64::new(0),
                     len: AtomicU64::new(0),
                     moved: AtomicU64::new(0),
@@ -68,10 +92,18 @@ impl Handover {
         }
     }
 
-    /// The polling thread gives a range to an idle slot; says whether the helper must be woken.
-    pub fn give(&self, i: usize, addr: u64, len: u64) -> bool {
+    /// The polling thread gives a range to an idle slot, and what is left of the head of its frame; says whether
+    /// the helper must be woken.
+    pub fn give(&self, i: usize, head: &[u8], addr: u64, len: u64) -> bool {
         let s = &self.slots[i];
         debug_assert!(len > 0);
+        let mut whole = [0; FRAME_LEN];
+        whole[FRAME_LEN - head.len()..].copy_from_slice(head);
+        for (to, from) in s.head.iter().zip(whole.chunks_exact(8)) {
+            let word = u64::from_ne_bytes(from.try_into().expect("8 bytes"));
+            to.store(word, Ordering::Relaxed);
+        }
+        s.before.store(head.len() as u64, Ordering::Relaxed);
         s.addr.store(addr, Ordering::Relaxed);
         s.len.store(len, Ordering::Relaxed);
         s.moved.store(0, Ordering::Relaxed);
@@ -127,9 +159,19 @@ impl Handover {
         match s.state.load(Ordering::Acquire) {
             GIVEN => {
                 let moved = s.moved.load(Ordering::Relaxed);
+                let before = s.before.load(Ordering::Relaxed);
+                let of_range = moved.saturating_sub(before);
+                let mut bytes = [0; FRAME_LEN];
+                for (to, from) in bytes.chunks_exact_mut(8).zip(&s.head) {
+                    to.copy_from_slice(&from.load(Ordering::Relaxed).to_ne_bytes());
+                }
                 Work::Move {
-                    addr: s.addr.load(Ordering::Relaxed) + moved,
-                    len: s.len.load(Ordering::Relaxed) - moved,
+                    head: Head {
+                        bytes,
+                        left: before.saturating_sub(moved) as usize,
+                    },
+                    addr: s.addr.load(Ordering::Relaxed) + of_range,
+                    len: s.len.load(Ordering::Relaxed) - of_range,
                 }
             }
             REVOKED => {
@@ -145,7 +187,7 @@ impl Handover {
         let s = &self.slots[i];
         let moved = s.moved.load(Ordering::Relaxed) + n;
         s.moved.store(moved, Ordering::Relaxed);
-        if moved == s.len.load(Ordering::Relaxed) {
+        if moved == s.before.load(Ordering::Relaxed) + s.len.load(Ordering::Relaxed) {
             s.state.store(DONE, Ordering::Release);
         }
     }
@@ -230,7 +272,7 @@ mod loom_tests {
     }
 
     fn give(m: &Model, len: u64) {
-        if m.h.give(0, 0, len) {
+        if m.h.give(0, &[], 0, len) {
             m.wake.notify();
         }
     }

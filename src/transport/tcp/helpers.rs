@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::handover::{Handover, Work};
+use super::handover::{Handover, Head, Work};
 use super::{receive, transmit, Moved};
 use crate::error::{Error, Result};
 use crate::thread::Thread;
@@ -78,18 +78,19 @@ impl Helpers {
         (&self.shared[socket % n], socket / n)
     }
 
-    /// Has `[addr, addr + len)` moved over a socket, whose last range is over.
+    /// Has `[addr, addr + len)` moved over a socket, whose last range is over; where they send, behind the head of
+    /// its frame.
     ///
     /// # Safety
     /// The range is valid for that until [`Helpers::moved`] says that it is over, or [`Helpers::halt`] returns.
-    pub unsafe fn give(&self, socket: usize, addr: u64, len: u64) {
+    pub unsafe fn give(&self, socket: usize, head: &[u8], addr: u64, len: u64) {
         let (h, i) = self.of(socket);
-        if h.handover.give(i, addr, len) {
+        if h.handover.give(i, head, addr, len) {
             let _ = h.wake.write(1);
         }
     }
 
-    /// What became of the range that the socket's helper was given; `None`: it is not over.
+    /// What became of what the socket's helper was given, in bytes with those of the head; `None`: it is not over.
     pub fn moved(&self, socket: usize) -> Option<Moved> {
         let (h, i) = self.of(socket);
         h.handover.take(i).map(|(n, end)| match end {
@@ -138,10 +139,12 @@ impl Shared {
                 match self.handover.work(i) {
                     Work::None => {}
                     Work::Stop => return,
-                    Work::Move { addr, len } => match self.step(i, socket, addr, len) {
-                        true => moved = true,
-                        false => waits = true,
-                    },
+                    Work::Move { head, addr, len } => {
+                        match self.step(i, socket, &head, addr, len) {
+                            true => moved = true,
+                            false => waits = true,
+                        }
+                    }
                 }
             }
             if moved {
@@ -156,12 +159,12 @@ impl Shared {
     }
 
     /// Moves a piece; says whether anything came of it.
-    fn step(&self, i: usize, socket: &TcpStream, addr: u64, len: u64) -> bool {
+    fn step(&self, i: usize, socket: &TcpStream, head: &Head, addr: u64, len: u64) -> bool {
         let len = (len as usize).min(STEP);
         // SAFETY: `give`'s caller promised that for the range, until this helper says that it is over.
         let m = unsafe {
             match self.out {
-                true => transmit(socket, &[], addr, len, false),
+                true => transmit(socket, head.bytes(), addr, len),
                 false => receive(socket, addr, len),
             }
         };

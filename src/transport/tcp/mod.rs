@@ -400,12 +400,12 @@ unsafe fn receive(socket: &TcpStream, addr: u64, len: usize) -> Moved {
     })
 }
 
-/// Writes `head` and behind it `[addr, addr + len)`, as much as fits; `more`: the rest follows at once.
+/// Writes `head` and behind it `[addr, addr + len)`, as much as fits.
 ///
 /// # Safety
 /// The range is valid for reads.
 #[inline]
-unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize, more: bool) -> Moved {
+unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize) -> Moved {
     let mut parts = [
         libc::iovec {
             iov_base: head.as_ptr().cast_mut().cast(),
@@ -420,7 +420,6 @@ unsafe fn transmit(socket: &TcpStream, head: &[u8], addr: u64, len: usize, more:
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = parts.as_mut_ptr();
     message.msg_iovlen = parts.len();
-    let flags = libc::MSG_NOSIGNAL | if more { libc::MSG_MORE } else { 0 };
     // SAFETY: the message and its parts live during the call; for the range the caller's promise.
-    moved(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, flags) })
+    moved(unsafe { libc::sendmsg(socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) })
 }

@@ -240,7 +240,7 @@ impl RecvConnection {
     fn flush(&self, st: &mut State) {
         while st.have > 0 {
             // SAFETY: no bytes but the slice's.
-            match unsafe { transmit(&st.ins[0].socket, &st.posts[..st.have], 0, 0, false) } {
+            match unsafe { transmit(&st.ins[0].socket, &st.posts[..st.have], 0, 0) } {
                 Moved::Nothing | Moved::End => return,
                 // The sender may have closed in order; what it sent before counts.
                 Moved::Failed(errno) => {
@@ -345,7 +345,7 @@ impl RecvConnection {
             },
             (0, Some(h)) if helps => {
                 // SAFETY: as below; whoever fails the connection halts the helpers first.
-                unsafe { h.give(i.index, addr, most) };
+                unsafe { h.give(i.index, &[], addr, most) };
                 i.helped = true;
                 return Ok(0);
             }

@@ -18,6 +18,10 @@ use crate::transport::{close_deadline, outside, too_large, End, Memory, Region, 
 /// A message is split over sockets only in parts of this size or more.
 const STRIPE: u64 = 64 << 10;
 
+/// Bytes that a helper is given at most. Posts are read between two ranges: while a helper sends over the first
+/// socket the kernel keeps others off it, and the polling thread would wait there for what is a long time.
+const GIVEN: u64 = 1 << 20;
+
 /// Sends in a row that find no receive, between two looks whether the peer's host is dead.
 const WAITS_BETWEEN_LOOKS: u32 = 1 << 12;
 
@@ -84,6 +88,27 @@ struct Out {
     /// A helper sends the payload at the queue's head.
     helped: bool,
     queue: VecDeque<Item>,
+}
+
+impl Out {
+    /// Counts what has gone out of the frame at the queue's head.
+    #[inline]
+    fn sent(&mut self, n: usize, requests: &mut [Request], chunks: &mut [Chunk]) {
+        let Some(item) = self.queue.front_mut() else {
+            return;
+        };
+        let of_head = n.min(FRAME_LEN - item.head_sent);
+        item.head_sent += of_head;
+        item.addr += (n - of_head) as u64;
+        item.len -= (n - of_head) as u64;
+        if item.head_sent == FRAME_LEN && item.len == 0 {
+            requests[item.request].frames -= 1;
+            if let Some(c) = item.chunk {
+                chunks[c].used = Use::Free;
+            }
+            self.queue.pop_front();
+        }
+    }
 }
 
 #[derive(Clone, Copy, Default, Debug)]
@@ -209,6 +234,9 @@ impl SendConnection {
     /// Takes in what the receiver has posted.
     #[inline]
     fn read_posts(&self, st: &mut State) -> Result<()> {
+        if st.outs[0].helped {
+            return Ok(());
+        }
         loop {
             let room = &mut st.bytes[st.have..];
             // SAFETY: a buffer of ours.
@@ -304,13 +332,40 @@ impl SendConnection {
         }
     }
 
+    /// Takes back what the helpers have sent.
+    #[inline]
+    fn collect(&self, st: &mut State) -> Result<()> {
+        let Some(h) = &st.helpers else { return Ok(()) };
+        let mut first = false;
+        for (k, out) in st.outs.iter_mut().enumerate() {
+            if !out.helped {
+                continue;
+            }
+            match h.moved(k) {
+                None => continue,
+                Some(Moved::Bytes(n)) => out.sent(n, &mut st.requests, &mut st.chunks),
+                Some(Moved::Failed(errno)) => return Err(self.side.lost(Some(errno))),
+                Some(Moved::End | Moved::Nothing) => {}
+            }
+            out.helped = false;
+            first |= k == 0;
+        }
+        // Only then, and only with more to send: a receiver that has all may have gone.
+        let busy = !st.full.is_empty() || st.outs.iter().any(|o| !o.queue.is_empty());
+        if first && busy {
+            self.read_posts(st)?;
+        }
+        Ok(())
+    }
+
     /// Sends what the sockets take.
     #[inline]
     fn flush(&self, st: &mut State) -> Result<()> {
+        self.collect(st)?;
         let mut needs_help = false;
         for (k, out) in st.outs.iter_mut().enumerate() {
             let mut sent = 0;
-            while sent < POLL_BYTES {
+            while sent < POLL_BYTES && !out.helped {
                 if out.queue.is_empty() {
                     let Some(i) = st.full.pop_front() else { break };
                     let item = self.chunk(i, &st.chunks[i]);
@@ -324,46 +379,21 @@ impl SendConnection {
                 if helps && st.helpers.is_none() {
                     needs_help = true;
                 }
-                let helper = st.helpers.as_ref();
-                let m = match helper {
-                    Some(h) if out.helped => match h.moved(k) {
-                        None => break,
-                        Some(m) => {
-                            out.helped = false;
-                            m
-                        }
-                    },
-                    Some(h) if helps && head.is_empty() => {
-                        // SAFETY: as below; whoever fails the connection halts the helpers first.
-                        unsafe { h.give(k, item.addr, item.len) };
-                        out.helped = true;
-                        break;
-                    }
-                    // SAFETY: no bytes but the head's.
-                    Some(_) if helps => unsafe { transmit(&out.socket, head, 0, 0, true) },
-                    _ => {
-                        // SAFETY: the request's memory is registered, and stays so until its request is over or
-                        // the connection has failed: `deregister` sees to that.
-                        unsafe { transmit(&out.socket, head, item.addr, item.len as usize, false) }
-                    }
-                };
-                match m {
+                if let Some(h) = st.helpers.as_ref().filter(|_| helps) {
+                    // SAFETY: as below; whoever fails the connection halts the helpers first.
+                    unsafe { h.give(k, head, item.addr, item.len.min(GIVEN)) };
+                    out.helped = true;
+                    break;
+                }
+                // SAFETY: the request's memory is registered, and stays so until its request is over or the
+                // connection has failed: `deregister` sees to that.
+                match unsafe { transmit(&out.socket, head, item.addr, item.len as usize) } {
                     Moved::Nothing => break,
                     Moved::End => break,
                     Moved::Failed(errno) => return Err(self.side.lost(Some(errno))),
                     Moved::Bytes(n) => {
                         sent += n;
-                        let of_head = n.min(head.len());
-                        item.head_sent += of_head;
-                        item.addr += (n - of_head) as u64;
-                        item.len -= (n - of_head) as u64;
-                        if item.head_sent == FRAME_LEN && item.len == 0 {
-                            st.requests[item.request].frames -= 1;
-                            if let Some(c) = item.chunk {
-                                st.chunks[c].used = Use::Free;
-                            }
-                            out.queue.pop_front();
-                        }
+                        out.sent(n, &mut st.requests, &mut st.chunks);
                     }
                 }
             }
