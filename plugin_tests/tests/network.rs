@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use plugin_tests::conformance::util::{is_remote, memory};
-use plugin_tests::error::Result;
+use plugin_tests::error::{Error, Result};
 use plugin_tests::exchange::simple;
 use plugin_tests::flow::{Flow, Message};
 use plugin_tests::launch::Launch;
@@ -151,9 +151,13 @@ fn flow<'a>(name: &str, comm: Comm, count: usize, memory: &'a Registered) -> Flo
     )
 }
 
-/// Moves data both ways; reports `flowing` in the midst of it. `None`: without end, until each end has seen
-/// the error that a dead peer gives.
-fn both_ways(ctx: &mut Ctx, count: Option<usize>) -> Result<()> {
+/// Moves data both ways; reports `flowing` in the midst of it, and calls `midst` then. `None`: without end, until
+/// each end has seen the error that a dead peer gives.
+fn both_ways(
+    ctx: &mut Ctx,
+    count: Option<usize>,
+    midst: impl FnOnce() -> Result<()> + Send,
+) -> Result<()> {
     let mut links = ctx.connect(&[(0, 1), (1, 0)])?;
     links.sort_by_key(|l| !l.sends());
     simple(ctx, &links, 8, 300_000, 1)?;
@@ -167,7 +171,7 @@ fn both_ways(ctx: &mut Ctx, count: Option<usize>) -> Result<()> {
             flow("receive", links[1].comm, most, &inn),
         ];
         let mut over = [false, false];
-        let (mut told, mut last, mut longest) = (false, Instant::now(), Duration::ZERO);
+        let (mut midst, mut last, mut longest) = (Some(midst), Instant::now(), Duration::ZERO);
         let mut idle = Idle::patient();
         while over != [true, true] {
             let mut any = false;
@@ -184,9 +188,11 @@ fn both_ways(ctx: &mut Ctx, count: Option<usize>) -> Result<()> {
                     Err(e) => return Err(e),
                 }
             }
-            if !told && flows.iter().all(|f| f.done() > 30) {
-                told = true;
-                oob.up("flowing")?;
+            if flows.iter().all(|f| f.done() > 30) {
+                if let Some(midst) = midst.take() {
+                    oob.up("flowing")?;
+                    midst()?;
+                }
             }
             longest = longest.max(last.elapsed());
             if any {
@@ -214,11 +220,11 @@ fn both_ways(ctx: &mut Ctx, count: Option<usize>) -> Result<()> {
 }
 
 fn endless(ctx: &mut Ctx) -> Result<()> {
-    both_ways(ctx, None)
+    both_ways(ctx, None, || Ok(()))
 }
 
 fn long(ctx: &mut Ctx) -> Result<()> {
-    both_ways(ctx, Some(5000))
+    both_ways(ctx, Some(5000), || Ok(()))
 }
 
 fn verified(ctx: &mut Ctx) -> Result<()> {
@@ -270,29 +276,19 @@ fn unanswered(ctx: &mut Ctx) -> Result<()> {
 
 /// Rank 1 is stopped in the midst of it, for longer than a dead host may be silent.
 fn stopped(ctx: &mut Ctx) -> Result<()> {
-    if ctx.rank == 1 {
-        let pid = std::process::id();
-        let script = format!("sleep 2; kill -STOP {pid}; sleep 38; kill -CONT {pid}");
-        if Command::new("sh").args(["-c", &script]).spawn().is_err() {
-            fail!("no shell");
+    let stops = ctx.rank == 1;
+    // By itself, and so in the midst of a transfer: who connects, or waits at a barrier, has other limits.
+    both_ways(ctx, Some(2000), move || {
+        if stops {
+            let script = format!("sleep 38; kill -CONT {}", std::process::id());
+            Command::new("sh")
+                .args(["-c", &script])
+                .spawn()
+                .and_then(|_| Ok(nix::sys::signal::raise(nix::sys::signal::SIGSTOP)?))
+                .map_err(|e| Error::new(format!("stopping: {e}")))?;
         }
-    }
-    // Rank 0 says when it is enough, so that both do the same number of rounds.
-    let started = Instant::now();
-    loop {
-        both_ways(ctx, Some(500))?;
-        let enough = started.elapsed() > Duration::from_secs(42);
-        let enough = match ctx.rank {
-            0 => {
-                ctx.oob.send(1, vec![u8::from(enough)])?;
-                enough
-            }
-            _ => ctx.oob.recv(0)? == [1],
-        };
-        if enough {
-            return Ok(());
-        }
-    }
+        Ok(())
+    })
 }
 
 fn entry(name: &str) -> Option<Entry> {
