@@ -116,7 +116,19 @@ impl Launch {
         if let Some(n) = self.nofile {
             p.set("driver.nofile", n);
         }
+        if let Some(r) = ranks.first() {
+            p.set("driver.place", self.place(*r));
+        }
         p.encode()
+    }
+
+    /// How many ranks before this one are on its machine.
+    fn place(&self, rank: usize) -> usize {
+        let machine = |r: usize| match self.nodes.iter().cycle().nth(r) {
+            Some(Node::Agent(a)) => a.rsplit_once(':').map(|(host, _)| host),
+            _ => None,
+        };
+        (0..rank).filter(|r| machine(*r) == machine(rank)).count()
     }
 
     /// Starts the ranks and waits for them. `up` gets what they report while they run.

@@ -199,7 +199,10 @@ fn run_rank(
     let gpus = cuda::device_count();
     let (gpu, double) = if gpus > 0 {
         let c = cuda::get()?;
-        let gpu = rank % gpus;
+        let ranks = params.get::<String>("driver.ranks")?;
+        let first = ranks.split(',').next().and_then(|r| r.parse().ok());
+        let place = params.get::<usize>("driver.place")? + (rank - first.unwrap_or(rank));
+        let gpu = place % gpus;
         c.bind(gpu)?;
         (Some(gpu), c.double())
     } else {

@@ -10,7 +10,8 @@ use loom::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 
-use super::wire::FRAME_LEN;
+/// Bytes of a frame's head. (Of [`super::wire`], which loom's build has not.)
+pub const HEAD_LEN: usize = 32;
 
 const IDLE: u32 = 0;
 const GIVEN: u32 = 1;
@@ -21,7 +22,7 @@ const DONE: u32 = 3;
 struct Slot {
     state: AtomicU32,
     /// A frame's head, of which the last `before` bytes are moved before the range.
-    head: [AtomicU64; FRAME_LEN / 8],
+    head: [AtomicU64; HEAD_LEN / 8],
     before: AtomicU64,
     addr: AtomicU64,
     len: AtomicU64,
@@ -34,7 +35,7 @@ struct Slot {
 /// What is left of a frame's head.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Head {
-    bytes: [u8; FRAME_LEN],
+    bytes: [u8; HEAD_LEN],
     left: usize,
 }
 
@@ -42,7 +43,7 @@ impl Head {
     /// Its bytes.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
-        &self.bytes[FRAME_LEN - self.left..]
+        &self.bytes[HEAD_LEN - self.left..]
     }
 }
 
@@ -97,8 +98,8 @@ impl Handover {
     pub fn give(&self, i: usize, head: &[u8], addr: u64, len: u64) -> bool {
         let s = &self.slots[i];
         debug_assert!(len > 0);
-        let mut whole = [0; FRAME_LEN];
-        whole[FRAME_LEN - head.len()..].copy_from_slice(head);
+        let mut whole = [0; HEAD_LEN];
+        whole[HEAD_LEN - head.len()..].copy_from_slice(head);
         for (to, from) in s.head.iter().zip(whole.chunks_exact(8)) {
             let word = u64::from_ne_bytes(from.try_into().expect("8 bytes"));
             to.store(word, Ordering::Relaxed);
@@ -161,7 +162,7 @@ impl Handover {
                 let moved = s.moved.load(Ordering::Relaxed);
                 let before = s.before.load(Ordering::Relaxed);
                 let of_range = moved.saturating_sub(before);
-                let mut bytes = [0; FRAME_LEN];
+                let mut bytes = [0; HEAD_LEN];
                 for (to, from) in bytes.chunks_exact_mut(8).zip(&s.head) {
                     to.copy_from_slice(&from.load(Ordering::Relaxed).to_ne_bytes());
                 }
@@ -210,6 +211,43 @@ impl Handover {
     }
 }
 
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_head_that_is_cut_anywhere_goes_before_its_range() {
+        let head: [u8; HEAD_LEN] = std::array::from_fn(|i| i as u8);
+        for from in [0, 1, 31, 32] {
+            for (first, more) in [(1, 40), (10, 22), (31, 1), (40, 2)] {
+                let h = Handover::new(1);
+                h.give(0, &head[from..], 1000, 100);
+                let mut moved = 0;
+                for n in [0, first, more] {
+                    h.advance(0, n as u64);
+                    moved += n;
+                    let of_head = moved.min(HEAD_LEN - from);
+                    let of_range = (moved - of_head) as u64;
+                    let Work::Move {
+                        head: left,
+                        addr,
+                        len,
+                    } = h.work(0)
+                    else {
+                        panic!("there is more to move");
+                    };
+                    assert_eq!(left.bytes(), &head[from + of_head..]);
+                    assert_eq!((addr, len), (1000 + of_range, 100 - of_range));
+                }
+                assert_eq!(h.take(0), None);
+                h.advance(0, (HEAD_LEN - from + 100 - moved) as u64);
+                assert_eq!(h.work(0), Work::None);
+                assert_eq!(h.take(0), Some(((HEAD_LEN - from + 100) as u64, 0)));
+            }
+        }
+    }
+}
+
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
@@ -234,10 +272,12 @@ mod loom_tests {
             match m.h.work(0) {
                 Work::Stop => return,
                 Work::None => {}
-                Work::Move { len, .. } => {
+                Work::Move { head, len, .. } => {
+                    // A byte at a time, those of the head first.
+                    assert!(head.bytes().is_empty() || (head.bytes(), len) == (&[7][..], 1));
                     // SAFETY: loom fails if the other thread is here too.
                     m.memory.with_mut(|p| unsafe { *p += 1 });
-                    m.h.advance(0, len.min(1));
+                    m.h.advance(0, 1);
                     moved = true;
                 }
             }
@@ -271,27 +311,28 @@ mod loom_tests {
         });
     }
 
-    fn give(m: &Model, len: u64) {
-        if m.h.give(0, &[], 0, len) {
+    fn give(m: &Model, head: &[u8], len: u64) {
+        if m.h.give(0, head, 0, len) {
             m.wake.notify();
         }
     }
 
-    /// Two ranges, one behind the other: each is moved whole, and then the memory is the polling thread's.
+    /// Two ranges, one behind the other: each is moved whole, its head first, and then the memory is the polling
+    /// thread's.
     #[test]
     fn loom_ranges_are_moved_and_come_back() {
         model(|m| {
             for n in 1..=2 {
-                give(m, 1);
+                give(m, &[7], 1);
                 let r = loop {
                     match m.h.take(0) {
                         Some(r) => break r,
                         None => thread::yield_now(),
                     }
                 };
-                assert_eq!(r, (1, 0));
+                assert_eq!(r, (2, 0));
                 // SAFETY: loom fails if the other thread is here too.
-                m.memory.with(|p| assert_eq!(unsafe { *p }, n));
+                m.memory.with(|p| assert_eq!(unsafe { *p }, 2 * n));
             }
         });
     }
@@ -300,7 +341,7 @@ mod loom_tests {
     #[test]
     fn loom_revoked_ranges_are_let_go() {
         model(|m| {
-            give(m, 2);
+            give(m, &[7], 1);
             if m.h.revoke(0) {
                 m.wake.notify();
             }

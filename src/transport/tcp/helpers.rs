@@ -11,10 +11,13 @@ use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::handover::{Handover, Head, Work};
+use super::handover::{Handover, Head, Work, HEAD_LEN};
+use super::wire::FRAME_LEN;
 use super::{receive, transmit, Moved};
 use crate::error::{Error, Result};
 use crate::thread::Thread;
+
+const _: () = assert!(HEAD_LEN == FRAME_LEN);
 
 /// Ranges below this are moved by the polling thread: waking a helper takes longer.
 pub const WORTH: u64 = 64 << 10;

@@ -60,8 +60,9 @@ pub(crate) const POLL_BYTES: usize = 8 << 20;
 /// meanwhile waits for its end: sent at once, a large message goes at less than half the speed.
 const SEND_BYTES: usize = 512 << 10;
 
-/// Keeps what waits in the sockets of one connection to [`SEND_BYTES`] together, beyond what is on its way: else
-/// several hold more than the caches do, and what is read out of them comes from memory. One socket is left
+/// Keeps what waits in the sockets of one connection, beyond what is on its way, to [`SEND_BYTES`] together, or to
+/// an eighth of that for each: else several hold more than the caches do, and what is read out of them comes from
+/// memory. One socket is left
 /// alone, and so are those that have threads, which sleep until there is room and would be woken too late.
 fn limit_unsent(sockets: &[TcpStream], threads: usize) {
     let n = sockets.len();
@@ -192,6 +193,15 @@ fn is_dead(s: &TcpStream) -> bool {
     // One probe of a window that is shut may be on its way at any time.
     let waits = info.tcpi_unacked > 0 || info.tcpi_probes >= 3;
     r == 0 && waits && info.tcpi_last_ack_recv >= DEAD_MS
+}
+
+/// Whether the peer sends no more over a socket, or it has failed. Asking does not wait for who uses it.
+fn is_over(s: &TcpStream) -> bool {
+    let mut fd = [PollFd::new(
+        s.as_fd(),
+        PollFlags::from_bits_retain(libc::POLLRDHUP),
+    )];
+    matches!(poll(&mut fd, PollTimeout::ZERO), Ok(n) if n > 0)
 }
 
 /// A connection that is being asked for.

@@ -187,6 +187,16 @@ pub struct RecvConnection {
 impl RecvConnection {
     /// The end of a connection that was accepted.
     pub fn new(service: Arc<Service>, sockets: Vec<TcpStream>, peer: SocketAddr) -> RecvConnection {
+        RecvConnection::with_threads(service, sockets, peer, helper_threads())
+    }
+
+    /// With so many threads that help; 0: none.
+    pub fn with_threads(
+        service: Arc<Service>,
+        sockets: Vec<TcpStream>,
+        peer: SocketAddr,
+        threads: usize,
+    ) -> RecvConnection {
         let ins = sockets
             .into_iter()
             .enumerate()
@@ -204,7 +214,7 @@ impl RecvConnection {
         RecvConnection {
             side: Side::new(service, format!("connection from {peer}")),
             gate: Gate::new(State {
-                threads: helper_threads(),
+                threads,
                 helpers: None,
                 needs_help: false,
                 ins,
@@ -219,12 +229,6 @@ impl RecvConnection {
                 keys: RandomState::new(),
             }),
         }
-    }
-
-    /// As with so many threads by the settings.
-    #[cfg(test)]
-    pub fn help(&self, threads: usize) {
-        self.gate.enter().unwrap().unwrap().threads = threads;
     }
 
     #[cold]

@@ -8,7 +8,8 @@ use super::helpers::{Helpers, WORTH};
 use super::service::Service;
 use super::wire::{kind, Frame, Post, FIRST, FRAME_LEN, POST_LEN};
 use super::{
-    helper_threads, is_dead, limit_unsent, receive, transmit, Moved, Side, POLL_BYTES, RING,
+    helper_threads, is_dead, is_over, limit_unsent, receive, transmit, Moved, Side, POLL_BYTES,
+    RING,
 };
 use crate::error::{Error, Result};
 use crate::gate::Gate;
@@ -152,6 +153,8 @@ struct State {
     hung_up: bool,
     /// Sends that found no receive.
     waits: u32,
+    /// Something went out since the last look whether all is well.
+    moved: bool,
 }
 
 /// The sending end of a connection.
@@ -165,7 +168,16 @@ pub struct SendConnection {
 impl SendConnection {
     /// The end of a connection that was answered.
     pub fn new(service: Arc<Service>, sockets: Vec<TcpStream>, peer: SocketAddr) -> SendConnection {
-        let threads = helper_threads();
+        SendConnection::with_threads(service, sockets, peer, helper_threads())
+    }
+
+    /// With so many threads that help; 0: none.
+    pub fn with_threads(
+        service: Arc<Service>,
+        sockets: Vec<TcpStream>,
+        peer: SocketAddr,
+        threads: usize,
+    ) -> SendConnection {
         limit_unsent(&sockets, threads);
         let outs = sockets
             .into_iter()
@@ -194,15 +206,10 @@ impl SendConnection {
                 have: 0,
                 hung_up: false,
                 waits: 0,
+                moved: false,
             }),
             closed: false,
         }
-    }
-
-    /// As with so many threads by the settings.
-    #[cfg(test)]
-    pub fn help(&self, threads: usize) {
-        self.gate.enter().unwrap().unwrap().threads = threads;
     }
 
     /// Sockets that it has.
@@ -234,9 +241,6 @@ impl SendConnection {
     /// Takes in what the receiver has posted.
     #[inline]
     fn read_posts(&self, st: &mut State) -> Result<()> {
-        if st.outs[0].helped {
-            return Ok(());
-        }
         loop {
             let room = &mut st.bytes[st.have..];
             // SAFETY: a buffer of ours.
@@ -343,7 +347,10 @@ impl SendConnection {
             }
             match h.moved(k) {
                 None => continue,
-                Some(Moved::Bytes(n)) => out.sent(n, &mut st.requests, &mut st.chunks),
+                Some(Moved::Bytes(n)) => {
+                    st.moved = true;
+                    out.sent(n, &mut st.requests, &mut st.chunks);
+                }
                 Some(Moved::Failed(errno)) => return Err(self.side.lost(Some(errno))),
                 Some(Moved::End | Moved::Nothing) => {}
             }
@@ -393,6 +400,7 @@ impl SendConnection {
                     Moved::Failed(errno) => return Err(self.side.lost(Some(errno))),
                     Moved::Bytes(n) => {
                         sent += n;
+                        st.moved = true;
                         out.sent(n, &mut st.requests, &mut st.chunks);
                     }
                 }
@@ -412,6 +420,13 @@ impl State {
         if !std::mem::replace(&mut self.hung_up, true) {
             if let Some(h) = &self.helpers {
                 h.halt();
+                // What they have sent counts: it may be all.
+                for (k, o) in self.outs.iter_mut().enumerate() {
+                    if let (true, Some(Moved::Bytes(n))) = (o.helped, h.moved(k)) {
+                        o.sent(n, &mut self.requests, &mut self.chunks);
+                    }
+                    o.helped = false;
+                }
             }
             self.staged.clear();
             self.full.clear();
@@ -524,12 +539,15 @@ impl End for SendConnection {
             return Ok(());
         };
         let st = &mut *st;
-        let r = self
-            .side
-            .trouble()
-            .and_then(|()| self.side.check_copies())
-            .and_then(|()| self.read_posts(st));
-        self.look(st).and(r)
+        let mut r = self.side.trouble().and_then(|()| self.side.check_copies());
+        // Both wait while a helper sends: only where there is reason to.
+        if r.is_ok() && is_over(&st.outs[0].socket) {
+            r = self.read_posts(st);
+        }
+        match std::mem::take(&mut st.moved) {
+            true => self.trouble(st).and(r),
+            false => self.look(st).and(r),
+        }
     }
 
     fn close(&mut self) -> Result<()> {
@@ -570,6 +588,7 @@ impl SendEnd for SendConnection {
         let find = |st: &State| st.posts.iter().position(|p| p.tag == tag);
         let found = match find(st) {
             Some(i) => Some(i),
+            None if st.outs[0].helped => None,
             None => {
                 if let Err(e) = self.read_posts(st) {
                     st.hang_up();
@@ -580,8 +599,10 @@ impl SendEnd for SendConnection {
         };
         let Some(post) = found.and_then(|i| st.posts.remove(i)) else {
             // The receiver may wait for messages before this one, and nobody need test them meanwhile.
-            self.stage(st)?;
-            self.flush(st)?;
+            if let Err(e) = self.stage(st).and_then(|()| self.flush(st)) {
+                st.hang_up();
+                return Err(e);
+            }
             st.waits = st.waits.wrapping_add(1);
             if st.waits % WAITS_BETWEEN_LOOKS == 0 {
                 self.look(st)?;

@@ -62,11 +62,10 @@ fn both((n, threads): (usize, usize)) -> (SendConnection, RecvConnection) {
     }
     let service = Service::get().unwrap();
     let at = b[0].local_addr().unwrap();
-    let s = SendConnection::new(service.clone(), a, at);
-    let r = RecvConnection::new(service, b, at);
-    s.help(threads);
-    r.help(threads);
-    (s, r)
+    (
+        SendConnection::with_threads(service.clone(), a, at, threads),
+        RecvConnection::with_threads(service, b, at, threads),
+    )
 }
 
 fn registered(end: &impl End, bytes: &[u8]) -> Region {
@@ -486,6 +485,54 @@ fn memory_that_goes_in_mid_transfer_ends_both_ends_at_once() {
             Err(e) => assert_eq!(e.code(), ResultCode::REMOTE),
         }
         assert!(inn == before, "nothing is written into memory that is gone");
+    }
+}
+
+/// The receiver gives up and stays; the sender's window is shut, and its threads wait for room.
+#[test]
+fn a_receiver_that_hangs_up_is_noticed_while_all_sockets_are_full() {
+    let out = vec![1u8; 64 << 20];
+    for way in WAYS {
+        let mut inn = vec![0u8; 64 << 20];
+        let (s, r, _from, to) = stuck(way, &out, &mut inn);
+        // Until nothing goes on.
+        let since = Instant::now();
+        while since.elapsed() < Duration::from_millis(700) {
+            assert_eq!(s.poll(0).unwrap(), None);
+        }
+        r.deregister(to).unwrap();
+        let e = until(|| s.poll(0).and_then(|_| s.check()).err());
+        assert_eq!(e.code(), ResultCode::REMOTE, "{way:?}");
+    }
+}
+
+/// What the helpers have sent counts when the connection fails before they are asked: it may be all, and the
+/// receiver gone because it has it.
+#[test]
+fn what_was_sent_whole_is_not_failed_by_a_receiver_that_goes() {
+    let out = vec![7u8; 3 << 20];
+    for way in WAYS {
+        for _ in 0..20 {
+            let mut inn = vec![0u8; out.len()];
+            let (s, mut r) = both(way);
+            let (from, to) = (registered(&s, &out), registered(&r, &inn));
+            post(&r, 0, &mut inn, &to);
+            send(&s, 0, &out, 0, &from);
+            let mut sent = None;
+            // The sender is not asked while the receiver takes the rest, and goes.
+            let came = until(|| {
+                let came = r.poll(0).unwrap();
+                if came.is_none() {
+                    sent = sent.or_else(|| s.poll(0).unwrap());
+                }
+                came
+            });
+            assert_eq!(came, out.len());
+            r.close().unwrap();
+            drop(r);
+            let n = sent.map_or_else(|| outcome(&s, 0), Ok);
+            assert_eq!(n.unwrap(), out.len(), "{way:?}");
+        }
     }
 }
 
