@@ -142,8 +142,8 @@ pub struct Args {
     /// Only rank 0 sends, to rank 1; with --steps, a stream of messages
     #[arg(long)]
     oneway: bool,
-    /// Buffers that are used in turn, each as large as --maxbytes: with enough of them small messages are not
-    /// in the caches
+    /// Buffers that are used in turn, each as large as the largest size: with enough of them small messages are
+    /// not in the caches
     #[arg(long, default_value_t = 1)]
     buffers: usize,
     /// Also write the results to this file, as JSON

@@ -37,6 +37,11 @@ struct Bench {
 }
 
 impl Bench {
+    /// Bytes from one of the buffers in a piece of memory to the next.
+    fn stride(&self, memory: &Buffer) -> usize {
+        memory.len() / self.buffers
+    }
+
     /// Whether a rank that waits lets others have its core. The kernel has its share of moving many bytes, and
     /// so have helping threads; a small message waits for nothing but its receiver's next look.
     fn yields(&self, size: usize) -> bool {
@@ -112,7 +117,7 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
         let mut out = Params::new();
         out.set("index", index).set("size", size);
         let mut copies = Vec::new();
-        copies.extend(copy_rate(ctx, &send, memcpy.as_ref(), size)?);
+        copies.extend(copy_rate(ctx, &send, memcpy.as_ref(), size, &bench)?);
         ctx.oob.barrier()?;
         let rank = (ctx.rank, ctx.nranks);
         ctx.progress(move |_| keep_to_own_cores(rank))?;
@@ -125,7 +130,7 @@ pub fn run(ctx: &mut Ctx) -> Result<()> {
             let nranks = ctx.nranks;
             ctx.progress(|io| iterate(io, &channels, size, nranks, warmup, iters, &bench))?
         };
-        copies.extend(copy_rate(ctx, &send, memcpy.as_ref(), size)?);
+        copies.extend(copy_rate(ctx, &send, memcpy.as_ref(), size, &bench)?);
         out.set("seconds", seconds);
         if !copies.is_empty() {
             out.set("memcpy", copies.iter().sum::<f64>() / copies.len() as f64);
@@ -174,29 +179,39 @@ fn keep_to_own_cores((rank, nranks): (usize, usize)) -> Result<()> {
     Ok(())
 }
 
-/// GB/s of one thread's memcpy of `size` bytes, on rank 0, while the others wait.
-fn copy_rate(ctx: &Ctx, from: &Buffer, to: Option<&Buffer>, size: usize) -> Result<Option<f64>> {
+/// GB/s of one thread's memcpy of `size` bytes, through the buffers in turn, on rank 0, while the others wait.
+fn copy_rate(
+    ctx: &Ctx,
+    from: &Buffer,
+    to: Option<&Buffer>,
+    size: usize,
+    bench: &Bench,
+) -> Result<Option<f64>> {
     ctx.oob.barrier()?;
     let Some(to) = to else {
         ctx.oob.barrier()?;
         return Ok(None);
     };
-    let size = size.min(from.len()).min(to.len());
-    let (source, target) = (from.address() as *const u8, to.address() as *mut u8);
-    let copy = || {
-        // SAFETY: both are host buffers of at least `size` bytes that this thread alone uses now.
+    let stride = bench.stride(from);
+    let size = size.min(stride).min(bench.stride(to));
+    let copy = |i: usize| {
+        let at = i % bench.buffers * stride;
+        let source = (from.address() + at) as *const u8;
+        let target = (to.address() + at) as *mut u8;
+        // SAFETY: both are host memory of so many buffers of at least `size` bytes that this thread alone uses
+        // now.
         unsafe { std::ptr::copy_nonoverlapping(source, std::hint::black_box(target), size) };
     };
-    copy();
+    copy(0);
     let start = Instant::now();
-    let mut rounds = 0u32;
+    let mut rounds = 0;
     while rounds < 3 || start.elapsed().as_micros() < 1_000 {
         for _ in 0..if size < 65_536 { 64 } else { 1 } {
-            copy();
+            copy(rounds);
             rounds += 1;
         }
     }
-    let rate = size as f64 * f64::from(rounds) / start.elapsed().as_secs_f64() / 1e9;
+    let rate = size as f64 * rounds as f64 / start.elapsed().as_secs_f64() / 1e9;
     ctx.oob.barrier()?;
     Ok(Some(rate))
 }
@@ -223,7 +238,7 @@ fn iterate(
             continue;
         }
         let sends = c.link.sends();
-        let stride = c.memory.buffer.len() / bench.buffers;
+        let stride = bench.stride(&c.memory.buffer);
         let buffers = bench.buffers;
         let flow = Flow::new(
             format!(
@@ -334,7 +349,7 @@ fn pingpong(
             window,
             move |i| Message {
                 memory,
-                offset: i % bench.buffers * (memory.buffer.len() / bench.buffers),
+                offset: i % bench.buffers * bench.stride(&memory.buffer),
                 size: size.min(plugin_tests::net::MAX_MESSAGE),
                 tag: 0,
             },
@@ -397,7 +412,7 @@ fn pingpong(
 /// Bytes that are made and checked at a time.
 const PIECE: usize = 8 << 20;
 
-/// One more iteration, with data that says where it belongs; returns how many elements are wrong.
+/// An iteration more for each buffer, with data that says where it belongs; returns how many elements are wrong.
 fn verify(
     ctx: &Ctx,
     channels: &[Channel],
@@ -409,11 +424,11 @@ fn verify(
     let n = ctx.nranks;
     let chunk = plan::chunk(bench.op, size, n);
     // Who sends what to whom: in an allgather everybody gets the same.
-    let key = |from: usize, to: usize| Key {
+    let key = |from: usize, to: usize, buffer: usize| Key {
         seed: 1 + index as u64,
         rank: from,
         connection: if bench.op == Op::Allgather { 0 } else { to },
-        message: 0,
+        message: buffer,
     };
     let me = ctx.rank;
     let sources: Vec<(usize, usize)> = match bench.op {
@@ -425,21 +440,26 @@ fn verify(
             .collect(),
         Op::Allgather => vec![(0, me)],
     };
-    for (at, to) in sources {
-        pieces(chunk, |from, len| {
-            let mut bytes = vec![0u8; len];
-            pattern::fill_from(key(me, to), from, &mut bytes);
-            send.write(at + from, &bytes)
+    for buffer in 0..bench.buffers {
+        let begin = buffer * bench.stride(send);
+        for (at, to) in &sources {
+            pieces(chunk, |from, len| {
+                let mut bytes = vec![0u8; len];
+                pattern::fill_from(key(me, *to, buffer), from, &mut bytes);
+                send.write(begin + at + from, &bytes)
+            })?;
+        }
+        // Whatever of the last size is still in the receive buffer must not pass for this one's.
+        let begin = buffer * bench.stride(recv);
+        pieces(plan::buffers(bench.op, size, n).1, |from, len| {
+            recv.write(begin + from, &vec![0x5a; len])
         })?;
     }
-    // Whatever of the last size is still in the receive buffer must not pass for this one's.
-    pieces(plan::buffers(bench.op, size, n).1, |from, len| {
-        recv.write(from, &vec![0x5a; len])
-    })?;
+    let iters = bench.buffers;
     if bench.way == Way::PingPong {
-        ctx.progress(|io| pingpong(io, channels, size, 0, 1, bench))?;
+        ctx.progress(|io| pingpong(io, channels, size, 0, iters, bench))?;
     } else {
-        ctx.progress(|io| iterate(io, channels, size, n, 0, 1, bench))?;
+        ctx.progress(|io| iterate(io, channels, size, n, 0, iters, bench))?;
     }
     let targets: Vec<(usize, usize)> = match bench.op {
         Op::Sendrecv if bench.way == Way::One && me != 1 => vec![],
@@ -450,13 +470,16 @@ fn verify(
             .collect(),
     };
     let mut wrong = 0;
-    for (at, from_rank) in targets {
+    let all = (0..bench.buffers).flat_map(|b| targets.iter().map(move |t| (b, *t)));
+    for (buffer, (at, from_rank)) in all {
+        let key = key(from_rank, me, buffer);
+        let begin = buffer * bench.stride(recv);
         pieces(chunk, |from, len| {
             let mut bytes = vec![0u8; len];
-            recv.read(at + from, &mut bytes)?;
-            if pattern::check_from(key(from_rank, me), from, &bytes).is_some() {
+            recv.read(begin + at + from, &mut bytes)?;
+            if pattern::check_from(key, from, &bytes).is_some() {
                 let mut want = vec![0u8; len];
-                pattern::fill_from(key(from_rank, me), from, &mut want);
+                pattern::fill_from(key, from, &mut want);
                 let e = ELEMENT as usize;
                 wrong += bytes
                     .chunks(e)
