@@ -426,8 +426,10 @@ fn check_settings(c: &Config) {
         ContextKind::Primary | ContextKind::Private
     ));
     assert!((1..=1024).contains(&c.streams));
-    assert!((4 << 10..=16 << 20).contains(&c.host_chunk) && c.host_chunk % 4096 == 0);
-    assert!((64 << 10..=256 << 20).contains(&c.staging_chunk) && c.staging_chunk % 4096 == 0);
+    assert!((4 << 10..=16 << 20).contains(&c.host_chunk) && c.host_chunk.is_multiple_of(4096));
+    assert!(
+        (64 << 10..=256 << 20).contains(&c.staging_chunk) && c.staging_chunk.is_multiple_of(4096)
+    );
     assert!(c.staging_memory <= 1 << 40);
     assert!((1..=1_000_000).contains(&c.max_mappings));
     assert!((1000..=10_000_000).contains(&c.speed_mbps));
@@ -1065,7 +1067,7 @@ impl Hall {
                 }
             }
             self.step += 1;
-            if !self.prompt || self.step % 3 == 0 {
+            if !self.prompt || self.step.is_multiple_of(3) {
                 return true;
             }
         }

@@ -111,7 +111,7 @@ impl<E: End + ?Sized> Proxy<E> {
             Ok(None) => {
                 let n = self.polls.load(Ordering::Relaxed).wrapping_add(1);
                 self.polls.store(n, Ordering::Relaxed);
-                if n % POLLS_BETWEEN_CHECKS != 0 {
+                if !n.is_multiple_of(POLLS_BETWEEN_CHECKS) {
                     return Ok(None);
                 }
                 match self.end.check() {

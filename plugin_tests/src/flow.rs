@@ -209,7 +209,7 @@ pub fn run(io: &Progress, flows: &mut [Flow<'_>], mut idle: Idle) -> Result<()> 
         quiet += 1;
         if quiet == 1 {
             last = Instant::now();
-        } else if quiet % 1024 == 0 && last.elapsed() > STALL_LIMIT {
+        } else if quiet.is_multiple_of(1024) && last.elapsed() > STALL_LIMIT {
             return Err(stalled(flows, STALL_LIMIT));
         }
     }

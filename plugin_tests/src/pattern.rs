@@ -39,7 +39,7 @@ fn word(first: u64, i: u64) -> u64 {
 
 /// Writes the message's bytes from byte `from` on into `out`; `from` must be a multiple of 8.
 pub fn fill_from(key: Key, from: usize, out: &mut [u8]) {
-    debug_assert!(from % 8 == 0);
+    debug_assert!(from.is_multiple_of(8));
     let first = key.word0();
     let mut i = (from / 8) as u64;
     let mut chunks = out.chunks_exact_mut(8);
@@ -83,7 +83,7 @@ impl std::fmt::Display for Mismatch {
 
 /// Compares bytes with the message's bytes from byte `from` on; `from` must be a multiple of 8.
 pub fn check_from(key: Key, from: usize, found: &[u8]) -> Option<Mismatch> {
-    debug_assert!(from % 8 == 0);
+    debug_assert!(from.is_multiple_of(8));
     let first = key.word0();
     let base = (from / 8) as u64;
     let mut bad: Option<Mismatch> = None;

@@ -390,7 +390,7 @@ fn value_side(
     let mut state = drv.state()?;
     let stream = find(drv, &mut state, stream)?;
     let len = if wide { 8 } else { 4 };
-    if at % len != 0 {
+    if !at.is_multiple_of(len) {
         return Err(ERROR_INVALID_VALUE);
     }
     let side = copy::resolve_device(&state, at, len, &stream, write)?;

@@ -94,7 +94,7 @@ entry!(
         supported(drv)?;
         let prop = prop.get()?;
         let device = place(drv, &prop)?;
-        if size == 0 || size % GRANULARITY != 0 || flags != 0 {
+        if size == 0 || !size.is_multiple_of(GRANULARITY) || flags != 0 {
             return Err(ERROR_INVALID_VALUE);
         }
         let settings = drv.settings().clone();
@@ -135,7 +135,7 @@ entry!(
     fn cuMemAddressReserve(at: Out<u64>, size: usize, align: usize, _wish: u64, flags: u64)
     |drv| {
         supported(drv)?;
-        let bad = size == 0 || size % GRANULARITY != 0 || flags != 0;
+        let bad = size == 0 || !size.is_multiple_of(GRANULARITY) || flags != 0;
         if bad || (align != 0 && !align.is_power_of_two()) {
             return Err(ERROR_INVALID_VALUE);
         }
@@ -183,7 +183,7 @@ entry!(
         let size = size as u64;
         let reservation = reservation(&state, at, size)?;
         let taken = !state.regions.within(at, size).is_empty();
-        if taken || at % GRANULARITY as u64 != 0 || flags != 0 {
+        if taken || !at.is_multiple_of(GRANULARITY as u64) || flags != 0 {
             return Err(ERROR_INVALID_VALUE);
         }
         if drv.settings().peer_memory {

@@ -202,7 +202,7 @@ fn reg_race(ctx: &mut Ctx) -> Result<()> {
         .flat_map(|k| [4_096usize, 300_000, 2 << 20].map(|len| (*k, len)))
         .map(|(k, len)| Ok(Arc::new(Buffer::new(k, len, ctx.gpu)?)))
         .collect::<Result<_>>()?;
-    let shape = |i: usize| Shape::plain(if i % 2 == 0 { 65_536 } else { 1_000 });
+    let shape = |i: usize| Shape::plain(if i.is_multiple_of(2) { 65_536 } else { 1_000 });
     let ctx: &Ctx = ctx;
     let links_ref = &links;
     let pairs = std::thread::scope(|scope| -> Result<usize> {

@@ -503,7 +503,7 @@ impl Link {
         if listener.secret != *secret {
             return Err(Error::remote("the handle's secret is wrong"));
         }
-        if !(4096..=16 << 20).contains(&host_chunk) || host_chunk % 4096 != 0 {
+        if !(4096..=16 << 20).contains(&host_chunk) || !host_chunk.is_multiple_of(4096) {
             return Err(Error::remote(format!(
                 "chunks of {host_chunk} bytes are not possible"
             )));

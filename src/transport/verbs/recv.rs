@@ -373,7 +373,7 @@ impl RecvConnection {
     #[inline]
     fn control(&self, st: &mut State, source: u64, len: u32, to: u64) -> Result<()> {
         st.posted = st.posted.wrapping_add(1);
-        let signal = st.posted % SIGNAL == 0;
+        let signal = st.posted.is_multiple_of(SIGNAL);
         let wr_id = id::of(id::CONTROL, 0, 0, st.posted);
         self.end
             .rails

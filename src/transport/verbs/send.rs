@@ -593,7 +593,7 @@ impl SendConnection {
 /// Whether the write of that number tells of its completion although nothing waits for it.
 #[inline]
 fn signals(posted: u32) -> bool {
-    posted % (SEND_DEPTH / 4) == 0
+    posted.is_multiple_of(SEND_DEPTH / 4)
 }
 
 /// No bytes to nowhere.
