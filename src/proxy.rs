@@ -116,7 +116,8 @@ impl<E: End + ?Sized> Proxy<E> {
                 }
                 match self.end.check() {
                     Ok(()) => return Ok(None),
-                    Err(e) => Err(e),
+                    // What ends the connection may have been found behind all of this request.
+                    Err(e) => self.end.poll(index).ok().flatten().map(Some).ok_or(e),
                 }
             }
             r => r,

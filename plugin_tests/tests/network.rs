@@ -323,8 +323,20 @@ fn run(l: &Launch, midst: impl Fn()) -> std::result::Result<Vec<Duration>, Faile
 }
 
 fn a_link_that_goes_down_ends_both_ends() -> std::result::Result<(), Failed> {
+    goes_down("1")
+}
+
+fn a_link_that_goes_down_ends_both_ends_and_their_threads() -> std::result::Result<(), Failed> {
+    goes_down("2")
+}
+
+fn goes_down(threads: &str) -> std::result::Result<(), Failed> {
     let net = Net::new()?;
-    let quiet = run(&net.launch("endless"), || net.set("down"))?;
+    let mut launch = net.launch("endless");
+    launch
+        .env
+        .push(("VCCL_SOCKET_NTHREADS".into(), threads.into()));
+    let quiet = run(&launch, || net.set("down"))?;
     println!("until both ends of both connections had their error: {quiet:?}");
     if quiet.iter().any(|q| *q < Duration::from_secs(20)) {
         return Err(format!("too soon: {quiet:?}").into());
@@ -357,7 +369,7 @@ fn a_peer_that_is_stopped_is_waited_for() -> std::result::Result<(), Failed> {
     let net = Net::new()?;
     let quiet = run(&net.launch("stopped"), || ())?;
     println!("without data: {:?}", quiet.iter().max());
-    if !quiet.iter().any(|q| *q > Duration::from_secs(30)) {
+    if !quiet.iter().all(|q| *q > Duration::from_secs(30)) {
         return Err(format!("it was not stopped in the midst of it: {quiet:?}").into());
     }
     Ok(())
@@ -396,6 +408,11 @@ fn main() {
             "a_link_that_goes_down_ends_both_ends",
             ok,
             a_link_that_goes_down_ends_both_ends,
+        ),
+        trial(
+            "a_link_that_goes_down_ends_both_ends_and_their_threads",
+            ok,
+            a_link_that_goes_down_ends_both_ends_and_their_threads,
         ),
         trial(
             "a_link_that_comes_back_is_gone_on_with",

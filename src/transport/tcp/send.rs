@@ -219,13 +219,19 @@ impl SendConnection {
             .map_or(0, |st| st.outs.len())
     }
 
-    /// Looks whether the peer's host is dead.
+    /// Looks whether the receiver has hung up, or its host is dead. Both wait while a helper sends, so only where
+    /// there is reason to.
     #[cold]
     fn look(&self, st: &mut State) -> Result<()> {
-        if st.outs.iter().any(|o| is_dead(&o.socket)) {
+        let r = match is_over(&st.outs[0].socket) {
+            true => self.read_posts(st),
+            false => Ok(()),
+        };
+        let moved = std::mem::take(&mut st.moved);
+        if !moved && st.outs.iter().any(|o| is_dead(&o.socket)) {
             self.side.lost(Some(libc::ETIMEDOUT));
         }
-        self.trouble(st)
+        self.trouble(st).and(r)
     }
 
     /// Why the connection has failed, if it has.
@@ -539,14 +545,10 @@ impl End for SendConnection {
             return Ok(());
         };
         let st = &mut *st;
-        let mut r = self.side.trouble().and_then(|()| self.side.check_copies());
-        // Both wait while a helper sends: only where there is reason to.
-        if r.is_ok() && is_over(&st.outs[0].socket) {
-            r = self.read_posts(st);
-        }
-        match std::mem::take(&mut st.moved) {
-            true => self.trouble(st).and(r),
-            false => self.look(st).and(r),
+        let r = self.side.trouble();
+        match r.and_then(|()| self.side.check_copies()) {
+            Ok(()) => self.look(st),
+            r => self.trouble(st).and(r),
         }
     }
 

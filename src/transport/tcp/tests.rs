@@ -503,6 +503,14 @@ fn a_receiver_that_hangs_up_is_noticed_while_all_sockets_are_full() {
         r.deregister(to).unwrap();
         let e = until(|| s.poll(0).and_then(|_| s.check()).err());
         assert_eq!(e.code(), ResultCode::REMOTE, "{way:?}");
+
+        // Nobody tests what is in flight, but wants to send more.
+        let (s, r, from, to) = stuck(way, &out, &mut inn);
+        std::thread::sleep(Duration::from_millis(100));
+        r.deregister(to).unwrap();
+        let (addr, len) = (from.addr, from.len);
+        let e = until(|| s.send(1, addr, len, 0, &from).err());
+        assert_eq!(e.code(), ResultCode::REMOTE, "{way:?}");
     }
 }
 
