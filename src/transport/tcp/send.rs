@@ -140,9 +140,9 @@ struct State {
     chunks: [Chunk; CHUNKS],
     /// Those that are being filled, in the order in which they will be full.
     filling: VecDeque<usize>,
-    /// Those that are full. A socket takes one when it has nothing else to send, so that the slow ones take
-    /// fewer.
-    full: VecDeque<usize>,
+    /// The frames of those that are full. A socket takes one when it has nothing else to send, so that the slow
+    /// ones take fewer.
+    full: VecDeque<Item>,
     posts: VecDeque<Post>,
     /// Number of the next post that will come.
     next: u32,
@@ -237,11 +237,7 @@ impl SendConnection {
     /// Why the connection has failed, if it has.
     #[inline]
     fn trouble(&self, st: &mut State) -> Result<()> {
-        let r = self.side.trouble();
-        if r.is_err() {
-            st.hang_up();
-        }
-        r
+        st.heed(self.side.trouble())
     }
 
     /// Takes in what the receiver has posted.
@@ -311,24 +307,18 @@ impl SendConnection {
                 break;
             }
             c.used = Use::Sending;
+            let frame = Frame {
+                kind: kind::DATA,
+                seq: c.seq,
+                total: c.total,
+                offset: c.offset,
+                len: c.len,
+            };
+            let item = Item::new(c.request, frame, staging.host(chunk), Some(chunk));
             st.filling.pop_front();
-            st.full.push_back(chunk);
+            st.full.push_back(item);
         }
         Ok(())
-    }
-
-    /// The frame that a full chunk is sent as.
-    #[inline]
-    fn chunk(&self, i: usize, c: &Chunk) -> Option<Item> {
-        let frame = Frame {
-            kind: kind::DATA,
-            seq: c.seq,
-            total: c.total,
-            offset: c.offset,
-            len: c.len,
-        };
-        let host = self.side.staging.get()?.host(i);
-        Some(Item::new(c.request, frame, host, Some(i)))
     }
 
     #[cold]
@@ -342,30 +332,15 @@ impl SendConnection {
         }
     }
 
-    /// Takes back what the helpers have sent.
+    /// Takes back what the helpers have sent, and what was posted meanwhile.
     #[inline]
     fn collect(&self, st: &mut State) -> Result<()> {
-        let Some(h) = &st.helpers else { return Ok(()) };
-        let mut first = false;
-        for (k, out) in st.outs.iter_mut().enumerate() {
-            if !out.helped {
-                continue;
-            }
-            match h.moved(k) {
-                None => continue,
-                Some(Moved::Bytes(n)) => {
-                    st.moved = true;
-                    out.sent(n, &mut st.requests, &mut st.chunks);
-                }
-                Some(Moved::Failed(errno)) => return Err(self.side.lost(Some(errno))),
-                Some(Moved::End | Moved::Nothing) => {}
-            }
-            out.helped = false;
-            first |= k == 0;
+        let (first, failed) = st.take_back();
+        if let Some(errno) = failed {
+            return Err(self.side.lost(Some(errno)));
         }
         // Only then, and only with more to send: a receiver that has all may have gone.
-        let busy = !st.full.is_empty() || st.outs.iter().any(|o| !o.queue.is_empty());
-        if first && busy {
+        if first && (!st.full.is_empty() || st.outs.iter().any(|o| !o.queue.is_empty())) {
             self.read_posts(st)?;
         }
         Ok(())
@@ -380,9 +355,7 @@ impl SendConnection {
             let mut sent = 0;
             while sent < POLL_BYTES && !out.helped {
                 if out.queue.is_empty() {
-                    let Some(i) = st.full.pop_front() else { break };
-                    let item = self.chunk(i, &st.chunks[i]);
-                    out.queue.extend(item);
+                    out.queue.extend(st.full.pop_front());
                 }
                 let Some(item) = out.queue.front_mut() else {
                     break;
@@ -426,14 +399,9 @@ impl State {
         if !std::mem::replace(&mut self.hung_up, true) {
             if let Some(h) = &self.helpers {
                 h.halt();
-                // What they have sent counts: it may be all.
-                for (k, o) in self.outs.iter_mut().enumerate() {
-                    if let (true, Some(Moved::Bytes(n))) = (o.helped, h.moved(k)) {
-                        o.sent(n, &mut self.requests, &mut self.chunks);
-                    }
-                    o.helped = false;
-                }
             }
+            // What they have sent counts: it may be all.
+            self.take_back();
             self.staged.clear();
             self.full.clear();
             for o in self.outs.iter_mut() {
@@ -441,6 +409,41 @@ impl State {
                 let _ = o.socket.shutdown(Shutdown::Write);
             }
         }
+    }
+
+    /// The same, if that is an error.
+    #[inline]
+    fn heed(&mut self, r: Result<()>) -> Result<()> {
+        if r.is_err() {
+            self.hang_up();
+        }
+        r
+    }
+
+    /// Takes back what the helpers are done with; whether the first socket is among it, and why one failed.
+    #[inline]
+    fn take_back(&mut self) -> (bool, Option<i32>) {
+        let (mut first, mut failed) = (false, None);
+        let Some(h) = &self.helpers else {
+            return (first, failed);
+        };
+        for (k, out) in self.outs.iter_mut().enumerate() {
+            if !out.helped {
+                continue;
+            }
+            match h.moved(k) {
+                None => continue,
+                Some(Moved::Bytes(n)) => {
+                    self.moved = true;
+                    out.sent(n, &mut self.requests, &mut self.chunks);
+                }
+                Some(Moved::Failed(errno)) => failed = Some(errno),
+                Some(Moved::End | Moved::Nothing) => {}
+            }
+            out.helped = false;
+            first |= k == 0;
+        }
+        (first, failed)
     }
 
     /// The caller has counted the frame.
@@ -510,9 +513,7 @@ impl End for SendConnection {
             .trouble()
             .and_then(|()| self.stage(st))
             .and_then(|()| self.flush(st));
-        if trouble.is_err() {
-            st.hang_up();
-        }
+        let trouble = st.heed(trouble);
         let r = st.requests[index];
         if r.frames > 0 {
             return match trouble {
@@ -592,19 +593,15 @@ impl SendEnd for SendConnection {
             Some(i) => Some(i),
             None if st.outs[0].helped => None,
             None => {
-                if let Err(e) = self.read_posts(st) {
-                    st.hang_up();
-                    return Err(e);
-                }
+                let r = self.read_posts(st);
+                st.heed(r)?;
                 find(st)
             }
         };
         let Some(post) = found.and_then(|i| st.posts.remove(i)) else {
             // The receiver may wait for messages before this one, and nobody need test them meanwhile.
-            if let Err(e) = self.stage(st).and_then(|()| self.flush(st)) {
-                st.hang_up();
-                return Err(e);
-            }
+            let r = self.stage(st).and_then(|()| self.flush(st));
+            st.heed(r)?;
             st.waits = st.waits.wrapping_add(1);
             if st.waits % WAITS_BETWEEN_LOOKS == 0 {
                 self.look(st)?;
