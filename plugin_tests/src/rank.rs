@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::cuda;
@@ -24,8 +24,20 @@ pub type Entry = fn(&mut Ctx) -> Result<()>;
 /// How long connections may take to come about in a run that expects them to.
 pub const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long close and deregMr may take, whatever is in flight.
-pub const CLOSE_LIMIT: Duration = Duration::from_secs(1);
+/// How long close and deregMr may take, whatever is in flight: a second, or `VCCL_DRIVER_SLOW` seconds where the
+/// machine may stand still for one (an emulated one).
+pub fn close_limit() -> Duration {
+    static LIMIT: OnceLock<Duration> = OnceLock::new();
+    *LIMIT.get_or_init(|| {
+        let seconds = match std::env::var("VCCL_DRIVER_SLOW") {
+            Ok(text) => text
+                .parse()
+                .unwrap_or_else(|_| panic!("VCCL_DRIVER_SLOW={text} is no number of seconds")),
+            Err(_) => 1,
+        };
+        Duration::from_secs(seconds)
+    })
+}
 
 /// One rank, as its entry sees it. The thread that runs the entry is NCCL's init thread.
 pub struct Ctx {
@@ -485,20 +497,20 @@ impl Ctx {
         Ok(result)
     }
 
-    /// Closes ends of connections; each within [`CLOSE_LIMIT`].
+    /// Closes ends of connections; each within [`close_limit`].
     pub fn close(&self, links: &[Link]) -> Result<()> {
         for l in links {
             let what = format!("close of connection {}", l.id);
-            self.bounded(&what, CLOSE_LIMIT, |net| net.close(l.comm))?
+            self.bounded(&what, close_limit(), |net| net.close(l.comm))?
                 .context(|| &what)?;
         }
         Ok(())
     }
 
-    /// Ends registrations; each within [`CLOSE_LIMIT`].
+    /// Ends registrations; each within [`close_limit`].
     pub fn deregister(&self, all: Vec<Registered>) -> Result<()> {
         for r in all {
-            self.bounded("deregMr", CLOSE_LIMIT, |net| net.dereg_mr(r))??;
+            self.bounded("deregMr", close_limit(), |net| net.dereg_mr(r))??;
         }
         Ok(())
     }

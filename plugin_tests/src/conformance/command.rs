@@ -32,7 +32,8 @@ usage: conformance --plugin LIBRARY [options]
   --timeout SECONDS   for each case; default: 60
   --list              print the cases and what they assert
 
-Environment: VCCL_DRIVER_LOG=warn or info prints the plugin's log.";
+Environment: VCCL_DRIVER_LOG=warn or info prints the plugin's log; VCCL_DRIVER_SLOW=SECONDS allows a close
+or a deregistration so long (default: 1), for machines that stand still now and then.";
 
 struct Options {
     plugin: Option<PathBuf>,

@@ -11,7 +11,7 @@ use super::Case;
 use crate::error::{Context, Error, Result};
 use crate::exchange::{exchange, simple, Shape, Stream};
 use crate::net::{Comm, Handle};
-use crate::rank::{Ctx, Link, CLOSE_LIMIT};
+use crate::rank::{close_limit, Ctx, Link};
 use crate::{ensure, fail};
 
 pub const CASES: &[Case] = &[
@@ -206,7 +206,7 @@ fn connect_before_accept(ctx: &mut Ctx) -> Result<()> {
             let mut comm = connect_within(ctx, &mut handle, Duration::ZERO)?;
             let took = start.elapsed();
             ensure!(
-                took < CLOSE_LIMIT,
+                took < close_limit(),
                 "connect with nobody accepting blocked for {took:?}"
             );
             ctx.oob.send(peer, b"connecting".to_vec())?;

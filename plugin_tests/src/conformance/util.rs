@@ -241,7 +241,7 @@ pub fn listen(ctx: &Ctx) -> Result<(Handle, ListenComm)> {
 
 /// Closes a listener, in time.
 pub fn close_listen(ctx: &Ctx, listener: ListenComm) -> Result<()> {
-    ctx.bounded("closeListen", crate::rank::CLOSE_LIMIT, |net| {
+    ctx.bounded("closeListen", crate::rank::close_limit(), |net| {
         net.close_listen(listener)
     })?
 }

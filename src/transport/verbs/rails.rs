@@ -454,10 +454,10 @@ impl Rails {
                 "; the peer's device refused the address: its memory was deregistered, or freed"
             }
             sys::WC_LOC_PROT_ERR => "; memory was deregistered, or freed, while it was in use",
-            sys::WC_WR_FLUSH_ERR if kind == id::RECV => {
+            // What this end does wrong has a completion of its own before those that are flushed.
+            sys::WC_WR_FLUSH_ERR => {
                 "; the queue pair failed over what the peer sent: the peer's log says of what"
             }
-            sys::WC_WR_FLUSH_ERR => "; the queue pair failed before",
             _ => "",
         };
         Error::remote(format!(
