@@ -15,7 +15,7 @@ use plugin_tests::error::{Context, Result};
 use plugin_tests::exchange::simple;
 use plugin_tests::launch::Launch;
 use plugin_tests::memory::Kind;
-use plugin_tests::rank::{enter_if_rank, Ctx, Entry, Link, CLOSE_LIMIT};
+use plugin_tests::rank::{close_limit, enter_if_rank, Ctx, Entry, Link};
 use plugin_tests::surroundings::{Mount, Namespace, Surroundings, CAP_IPC_LOCK};
 use plugin_tests::{ensure, fail, logs};
 use vccl::abi::types::{NCCL_PTR_CUDA, NCCL_PTR_HOST};
@@ -645,7 +645,7 @@ fn stopped_peer(ctx: &mut Ctx) -> Result<()> {
                 "close with a stopped peer gave these warnings: {last:?}"
             );
             ensure!(
-                start.elapsed() < 5 * CLOSE_LIMIT,
+                start.elapsed() < 5 * close_limit(),
                 "all in all {:?}",
                 start.elapsed()
             );
