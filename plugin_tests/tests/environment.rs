@@ -6,6 +6,7 @@ mod support;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use libtest_mimic::{Arguments, Trial};
 use plugin_tests::conformance;
 use plugin_tests::conformance::util::{
     close_listen, connect_within, error_within, is_remote, listen, memory, recv, remote_error_of,
@@ -22,12 +23,6 @@ use vccl::abi::types::{NCCL_PTR_CUDA, NCCL_PTR_HOST};
 
 use support::{launch, log_of, must_pass, on_double, report_log, reported, run};
 
-/// Not a test: ranks of the runs below are processes of this program that run only this.
-#[test]
-fn rank_process() {
-    enter_if_rank(find);
-}
-
 fn find(name: &str) -> Option<Entry> {
     Some(match name {
         "unreachable" => unreachable_listener,
@@ -38,18 +33,6 @@ fn find(name: &str) -> Option<Entry> {
         "stopped_peer" => stopped_peer,
         _ => return conformance::find(name),
     })
-}
-
-/// Whether the surroundings can be had. Where they cannot, says why; root must be able to.
-fn possible(all: &[Surroundings]) -> bool {
-    for s in all {
-        if let Err(e) = s.possible() {
-            assert!(!nix::unistd::geteuid().is_root(), "{e}");
-            println!("not tested: {e}");
-            return false;
-        }
-    }
-    true
 }
 
 /// Cases of the conformance groups `setup` and `data`, in little time.
@@ -82,36 +65,29 @@ fn cases_pass(change: impl Fn(&mut Launch)) {
 }
 
 fn cases_pass_in(each: &[Surroundings]) {
-    if possible(each) {
-        cases_pass(|l| l.surroundings = each.to_vec());
-    }
+    cases_pass(|l| l.surroundings = each.to_vec());
 }
 
-#[test]
 fn pid_namespaces_of_their_own() {
     let own = Surroundings::with_namespaces(&[Namespace::Pid]);
     // Both ranks are process 1 of their namespaces.
     cases_pass_in(&[own.clone(), own.clone()]);
     // One of them sees the other, and not the reverse.
-    if possible(std::slice::from_ref(&own)) {
-        for around in [
-            vec![own.clone(), Surroundings::default()],
-            vec![Surroundings::default(), own],
-        ] {
-            let mut l = launch("bidirectional", 2, Kind::Vmm, Kind::Vmm);
-            l.surroundings = around;
-            must_pass(&l);
-        }
+    for around in [
+        vec![own.clone(), Surroundings::default()],
+        vec![Surroundings::default(), own],
+    ] {
+        let mut l = launch("bidirectional", 2, Kind::Vmm, Kind::Vmm);
+        l.surroundings = around;
+        must_pass(&l);
     }
 }
 
-#[test]
 fn ipc_namespaces_of_their_own() {
     let own = Surroundings::with_namespaces(&[Namespace::Ipc]);
     cases_pass_in(&[own.clone(), own]);
 }
 
-#[test]
 fn dev_shm_of_one_mib_each() {
     let own = Surroundings {
         mounts: vec![Mount::Tmpfs("/dev/shm".into(), 1 << 20)],
@@ -121,7 +97,6 @@ fn dev_shm_of_one_mib_each() {
 }
 
 /// As in containers that share nothing but the network.
-#[test]
 fn all_namespaces_but_the_network_of_their_own() {
     let own = Surroundings {
         host_name: Some("node".into()),
@@ -168,9 +143,6 @@ fn unreachable_listener(ctx: &mut Ctx) -> Result<()> {
 }
 
 fn refusal_names_the_network(each: &[Surroundings]) {
-    if !possible(each) {
-        return;
-    }
     for kind in KINDS {
         let mut l = launch("unreachable", 2, kind, kind);
         l.surroundings = each.to_vec();
@@ -184,7 +156,6 @@ fn refusal_names_the_network(each: &[Surroundings]) {
     }
 }
 
-#[test]
 fn network_namespaces_give_a_clear_error() {
     let own = Surroundings::with_namespaces(&[Namespace::Net]);
     refusal_names_the_network(&[own.clone(), own.clone()]);
@@ -192,7 +163,6 @@ fn network_namespaces_give_a_clear_error() {
 }
 
 /// Two hosts of one name, as far as one machine can play them.
-#[test]
 fn equal_host_names_make_no_common_host() {
     let own = Surroundings {
         host_name: Some("node".into()),
@@ -243,7 +213,6 @@ fn die() -> ! {
     }
 }
 
-#[test]
 fn a_listener_that_is_gone_gives_a_clear_error() {
     for kind in KINDS {
         let mut l = launch("dead_listener", 2, kind, kind);
@@ -286,7 +255,6 @@ const VISIBLE: [([&str; 2], usize, bool); 7] = [
     (["3,2", "0,3"], 4, true),
 ];
 
-#[test]
 fn permuted_visible_devices() {
     for (visible, devices, same) in VISIBLE {
         for kind in [Kind::Vmm, Kind::Cuda] {
@@ -326,7 +294,6 @@ fn permuted_visible_devices() {
     }
 }
 
-#[test]
 fn limits_of_open_files() {
     cases_pass(|l| l.nofile = Some(1024));
     for name in CASES {
@@ -343,7 +310,6 @@ fn limits_of_open_files() {
 }
 
 /// So few that the plugin cannot get what it needs: an error that says so, and no hang.
-#[test]
 fn too_few_open_files_are_named() {
     let mut named = 0;
     for soft in 7..24 {
@@ -373,7 +339,6 @@ fn too_few_open_files_are_named() {
     assert!(named > 0, "no limit made the plugin say anything");
 }
 
-#[test]
 fn little_locked_memory() {
     let small = Surroundings {
         limits: vec![(libc::RLIMIT_MEMLOCK, 4096)],
@@ -387,7 +352,6 @@ fn little_locked_memory() {
     cases_pass(|l| l.surroundings = vec![small.clone(); 2]);
 }
 
-#[test]
 fn a_read_only_tmp() {
     let tmp = std::env::temp_dir();
     let own = Surroundings {
@@ -398,7 +362,6 @@ fn a_read_only_tmp() {
     cases_pass_in(&[own.clone(), own]);
 }
 
-#[test]
 fn a_full_tmp() {
     // In place of the folder for temporary files.
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -411,7 +374,6 @@ fn a_full_tmp() {
     cases_pass_in(&[own.clone(), own]);
 }
 
-#[test]
 fn no_home_and_an_odd_locale() {
     let odd = |locale: &str| {
         let mut s = Surroundings::default()
@@ -452,7 +414,6 @@ fn no_driver(ctx: &mut Ctx) -> Result<()> {
     ctx.close(&links)
 }
 
-#[test]
 fn no_driver_at_all() {
     // A file that is no library: also where a driver is installed, the loader finds this one first.
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -464,7 +425,6 @@ fn no_driver_at_all() {
     without_driver(&l, "no CUDA driver (libcuda.so.1)");
 }
 
-#[test]
 fn a_driver_that_cannot_start() {
     for (code, name) in [(100, "CUDA_ERROR_NO_DEVICE"), (999, "CUDA_ERROR_UNKNOWN")] {
         let mut l = launch("no_driver", 2, Kind::Malloc, Kind::Malloc);
@@ -556,7 +516,6 @@ fn leave_child(survivor: i32) -> Result<()> {
     }
 }
 
-#[test]
 fn a_child_that_outlives_its_rank_hides_no_death() {
     for kind in KINDS {
         let mut l = launch("fork_and_die", 2, kind, kind);
@@ -695,9 +654,82 @@ fn stopped_peer(ctx: &mut Ctx) -> Result<()> {
     ctx.close(&with_2)
 }
 
-#[test]
 fn a_stopped_peer_holds_nobody_up() {
     for kind in KINDS {
         must_pass(&launch("stopped_peer", 3, kind, kind));
     }
+}
+
+/// Both in the order of this file.
+const TESTS: [(&str, fn()); 10] = [
+    (
+        "a_listener_that_is_gone_gives_a_clear_error",
+        a_listener_that_is_gone_gives_a_clear_error,
+    ),
+    ("permuted_visible_devices", permuted_visible_devices),
+    ("limits_of_open_files", limits_of_open_files),
+    ("too_few_open_files_are_named", too_few_open_files_are_named),
+    ("little_locked_memory", little_locked_memory),
+    ("no_home_and_an_odd_locale", no_home_and_an_odd_locale),
+    ("no_driver_at_all", no_driver_at_all),
+    ("a_driver_that_cannot_start", a_driver_that_cannot_start),
+    (
+        "a_child_that_outlives_its_rank_hides_no_death",
+        a_child_that_outlives_its_rank_hides_no_death,
+    ),
+    (
+        "a_stopped_peer_holds_nobody_up",
+        a_stopped_peer_holds_nobody_up,
+    ),
+];
+const TESTS_IN_NAMESPACES: [(&str, fn()); 8] = [
+    ("pid_namespaces_of_their_own", pid_namespaces_of_their_own),
+    ("ipc_namespaces_of_their_own", ipc_namespaces_of_their_own),
+    ("dev_shm_of_one_mib_each", dev_shm_of_one_mib_each),
+    (
+        "all_namespaces_but_the_network_of_their_own",
+        all_namespaces_but_the_network_of_their_own,
+    ),
+    (
+        "network_namespaces_give_a_clear_error",
+        network_namespaces_give_a_clear_error,
+    ),
+    (
+        "equal_host_names_make_no_common_host",
+        equal_host_names_make_no_common_host,
+    ),
+    ("a_read_only_tmp", a_read_only_tmp),
+    ("a_full_tmp", a_full_tmp),
+];
+
+fn main() {
+    enter_if_rank(find);
+    let args = Arguments::from_args();
+    let namespaces = Surroundings::with_namespaces(&[
+        Namespace::Pid,
+        Namespace::Ipc,
+        Namespace::Uts,
+        Namespace::Mount,
+        Namespace::Net,
+    ])
+    .possible();
+    if let Err(e) = &namespaces {
+        assert!(!nix::unistd::geteuid().is_root(), "{e}");
+        if !args.list {
+            println!("NOT RUN are the tests that need what is missing here: {e}");
+        }
+    }
+    let trial = |(name, f): (&str, fn()), can: bool| {
+        Trial::test(name, move || {
+            f();
+            Ok(())
+        })
+        .with_ignored_flag(!can)
+    };
+    let in_namespaces = TESTS_IN_NAMESPACES.map(|t| trial(t, namespaces.is_ok()));
+    let tests = TESTS
+        .map(|t| trial(t, true))
+        .into_iter()
+        .chain(in_namespaces);
+    libtest_mimic::run(&args, tests.collect()).exit();
 }

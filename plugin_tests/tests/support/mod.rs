@@ -73,7 +73,7 @@ impl Drop for Turn {
 }
 
 /// A run of this program's own entries: the program must have a test `rank_process` that calls
-/// `enter_if_rank`.
+/// `enter_if_rank`, or a `main` that does so first.
 pub fn launch(entry: &str, nranks: usize, send: Kind, recv: Kind) -> Launch {
     let exe = std::env::current_exe().expect("a program knows its own path");
     let mut l = Launch::new(exe, plugin(), entry, nranks);
