@@ -247,10 +247,11 @@ impl Reader<'_> {
         let known = NCCL_TAILS
             .iter()
             .find(|n| name.strip_prefix("VCCL_") == n.strip_prefix("NCCL_"));
-        let text = (self.get)(name).or_else(|| (self.get)(known?));
+        let of = |n: &'static str| (self.get)(n).map(|text| (n, text));
+        let text = of(name).or_else(|| of(known?));
         let (value, text, source) = match text {
             None => (fallback(), default.to_string(), Source::Default),
-            Some(text) => match parse(text.trim()) {
+            Some((name, text)) => match parse(text.trim()) {
                 Some(v) => (v, text, Source::Environment),
                 None => {
                     self.complaints.push(format!(
@@ -273,13 +274,34 @@ impl Reader<'_> {
     }
 }
 
-fn in_range<T: PartialOrd + std::str::FromStr>(lo: T, hi: T) -> impl Fn(&str) -> Option<T> {
-    move |s| s.parse::<T>().ok().filter(|v| *v >= lo && *v <= hi)
+/// A whole number; as NCCL reads them, `0x` makes it hexadecimal, and a 0 in front octal.
+fn number(s: &str) -> Option<i64> {
+    let (minus, digits) = match s.strip_prefix('-') {
+        Some(rest) => (true, rest),
+        None => (false, s),
+    };
+    let (radix, digits) = match digits.as_bytes() {
+        [b'0', b'x' | b'X', ..] => (16, &digits[2..]),
+        [b'0', _, ..] => (8, &digits[1..]),
+        _ => (10, digits),
+    };
+    if digits.starts_with(['+', '-']) {
+        return None;
+    }
+    let n = i64::from_str_radix(digits, radix).ok()?;
+    Some(if minus { -n } else { n })
+}
+
+fn in_range<T: PartialOrd + TryFrom<i64>>(lo: T, hi: T) -> impl Fn(&str) -> Option<T> {
+    move |s| {
+        let n = T::try_from(number(s)?).ok()?;
+        (n >= lo && n <= hi).then_some(n)
+    }
 }
 
 /// A byte, or -1 for none.
 fn byte(s: &str) -> Option<Option<u8>> {
-    match s.parse::<i16>().ok()? {
+    match number(s)? {
         -1 => Some(None),
         n => Some(Some(u8::try_from(n).ok()?)),
     }
@@ -756,6 +778,36 @@ mod tests {
         assert!(c.ib.hca.matches("mlx5_1", 1) && !c.ib.hca.matches("mlx5_10", 1));
         assert_eq!((c.ib.traffic_class, c.ib.qps), (Some(106), 2));
         assert_eq!(c.ib.gid_index, Some(3));
+    }
+
+    #[test]
+    fn numbers_are_read_as_nccl_reads_them() {
+        for (text, n) in [
+            ("0", Some(0)),
+            ("-1", Some(-1)),
+            ("106", Some(106)),
+            ("0x6a", Some(106)),
+            ("0X6A", Some(106)),
+            ("0152", Some(106)),
+            ("-0x1", Some(-1)),
+            ("", None),
+            ("-", None),
+            ("0x", None),
+            ("08", None),
+            ("--1", None),
+            ("0x-1", None),
+            ("1e3", None),
+            ("99999999999999999999", None),
+        ] {
+            assert_eq!(number(text), n, "{text}");
+        }
+        let (c, complaints) = with(&[("NCCL_IB_TC", "0x6a"), ("NCCL_IB_TIMEOUT", "99")]);
+        assert_eq!(c.ib.traffic_class, Some(106));
+        assert_eq!(complaints.len(), 1);
+        assert!(
+            complaints[0].starts_with("NCCL_IB_TIMEOUT=99 "),
+            "{complaints:?}"
+        );
     }
 
     #[test]

@@ -486,22 +486,20 @@ fn leave_child(survivor: i32) -> Result<()> {
         -1 => fail!("fork: {}", std::io::Error::last_os_error()),
         0 => loop {
             for fd in 0..256 {
-                let mut kind: libc::c_int = 0;
-                let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-                // SAFETY: both places live through the call; it fails for what is no socket. The child
-                // owns all of its descriptors, and uses none.
-                unsafe {
-                    let stream = libc::getsockopt(
-                        fd,
-                        libc::SOL_SOCKET,
-                        libc::SO_TYPE,
-                        (&raw mut kind).cast(),
-                        &mut len,
-                    ) == 0
-                        && kind == libc::SOCK_STREAM;
-                    if stream || fd <= 2 {
-                        libc::close(fd);
-                    }
+                let is = |what: libc::c_int, value: libc::c_int| {
+                    let mut found: libc::c_int = 0;
+                    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+                    let place = (&raw mut found).cast();
+                    // SAFETY: both places live through the call; it fails for what is no socket.
+                    let r =
+                        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, what, place, &mut len) };
+                    r == 0 && found == value
+                };
+                let run =
+                    is(libc::SO_TYPE, libc::SOCK_STREAM) && is(libc::SO_DOMAIN, libc::AF_UNIX);
+                if run || fd <= 2 {
+                    // SAFETY: the child owns all of its descriptors, and uses none.
+                    unsafe { libc::close(fd) };
                 }
             }
             // SAFETY: asks whether the process exists; ends only this process.
@@ -518,9 +516,12 @@ fn leave_child(survivor: i32) -> Result<()> {
 
 fn a_child_that_outlives_its_rank_hides_no_death() {
     for kind in KINDS {
-        let mut l = launch("fork_and_die", 2, kind, kind);
-        l.victims = vec![1];
-        must_pass(&l);
+        for transport in ["copy_engine", "tcp"] {
+            let mut l = launch("fork_and_die", 2, kind, kind);
+            l.victims = vec![1];
+            l.env.push(("VCCL_TRANSPORT".into(), transport.into()));
+            must_pass(&l);
+        }
     }
 }
 

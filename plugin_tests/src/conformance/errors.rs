@@ -27,6 +27,8 @@ pub const CASES: &[Case] = &[
         "what was sent and completed before the sender closed still arrives; the next receive fails"),
     Case::new("close_race", "errors", 2, close_race,
         "in 300 short connections, what the sender completed before it closed is received without error"),
+    Case::new("closed_with_receives", "errors", 2, closed_with_receives,
+        "nothing is written any more once a receiver with posted receives has closed, whatever the sender does"),
     Case::new("after_an_error", "errors", 2, after_an_error,
         "a connection that saw an error leaves the next connection between the same ranks alone"),
 ];
@@ -333,4 +335,52 @@ fn close_race(ctx: &mut Ctx) -> Result<()> {
         ctx.close(&links)?;
     }
     Ok(())
+}
+
+fn closed_with_receives(ctx: &mut Ctx) -> Result<()> {
+    const SIZE: usize = 100_000;
+    const N: usize = 4;
+    // What all connections of a process share does not end with the one that is closed.
+    let links = ctx.connect(&[(0, 1), (0, 1)])?;
+    let (bystander, link) = (links[0], links[1]);
+    let (buffer, reg) = memory(ctx, &link, N * SIZE)?;
+    if link.sends() {
+        buffer.set(0x55)?;
+        let word = ctx.oob.recv(1)?;
+        ensure!(word == b"closed", "out of step");
+        for i in 0..N {
+            // One that is on its way already may count as sent.
+            let sent =
+                send(ctx, &link, &reg, i * SIZE, SIZE, 0).and_then(|r| wait(ctx, "a send", r));
+            if let Err(e) = sent {
+                is_remote("a send to a receiver that has closed", &e)?;
+                break;
+            }
+        }
+        ctx.oob.send(1, b"sent".to_vec())?;
+        ctx.oob.recv(1)?;
+        ctx.deregister(vec![reg])?;
+    } else {
+        buffer.set(0xaa)?;
+        for i in 0..N {
+            recv(ctx, &link, &reg, i * SIZE, SIZE, 0)?;
+        }
+        // The sender shall know of them.
+        std::thread::sleep(Duration::from_millis(100));
+        ctx.close(&[link])?;
+        ctx.oob.send(0, b"closed".to_vec())?;
+        ctx.oob.recv(0)?;
+        let mut image = vec![0u8; buffer.len()];
+        buffer.read(0, &mut image)?;
+        let written = image.iter().filter(|b| **b != 0xaa).count();
+        ensure!(
+            written == 0,
+            "{written} bytes were written after closeRecv had returned"
+        );
+        // The registration has ended with its connection.
+        std::mem::forget(reg);
+        ctx.oob.send(0, b"seen".to_vec())?;
+        return ctx.close(&[bystander]);
+    }
+    ctx.close(&links)
 }

@@ -4,6 +4,7 @@
 //! tag is posted, and then goes out over all sockets, so that every byte is read straight into the buffer it
 //! is for. No call blocks.
 
+mod fork;
 mod handover;
 mod helpers;
 pub mod interfaces;
@@ -166,6 +167,7 @@ const KEEPALIVE_COUNT: u32 = 4;
 const DEAD_MS: u32 = 30_000;
 
 fn set_options(s: &impl AsFd) -> Result<()> {
+    fork::close_in_children(s.as_fd());
     setsockopt(s, sockopt::TcpNoDelay, &true)
         .and_then(|()| setsockopt(s, sockopt::KeepAlive, &true))
         .and_then(|()| setsockopt(s, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S))
@@ -212,6 +214,8 @@ pub struct Connecting {
     purpose: u16,
     connection: [u8; 16],
     started: Instant,
+    /// When these sockets were made.
+    begun: Instant,
     sockets: Vec<TcpStream>,
     /// Sockets that have connected and introduced themselves, as bits.
     introduced: u64,
@@ -228,15 +232,19 @@ impl Connecting {
             purpose::VERBS => 1,
             _ => (config.sockets_per_thread * config.socket_threads).clamp(1, wire::MAX_SOCKETS),
         };
-        let sockets = (0..n)
-            .map(|_| begin(address.at))
-            .collect::<Result<Vec<_>>>()?;
+        let service = Service::get()?;
+        let address = Address {
+            at: in_own_scope(address.at, service.address()),
+            ..address
+        };
+        let sockets = begin(n, address.at)?;
         Ok(Connecting {
-            service: Service::get()?,
+            service,
             address,
             purpose,
             connection: random(),
             started: Instant::now(),
+            begun: Instant::now(),
             sockets,
             introduced: 0,
             answer: [0; ANSWER_LEN],
@@ -276,6 +284,14 @@ impl Connecting {
 
     /// The same, for the bare sockets.
     pub fn poll_sockets(&mut self) -> Result<Option<Vec<TcpStream>>> {
+        if self.begun.elapsed() > STALE
+            && (self.introduced.count_ones() as usize) < self.sockets.len()
+        {
+            // Nobody has asked for long, and the listener does not wait for greetings for ever.
+            self.sockets = begin(self.sockets.len(), self.address.at)?;
+            self.begun = Instant::now();
+            (self.connection, self.introduced) = (random(), 0);
+        }
         for (i, s) in self.sockets.iter().enumerate() {
             if self.introduced & (1 << i) != 0 {
                 continue;
@@ -328,6 +344,12 @@ impl Connecting {
         }
     }
 
+    /// As if so much time had passed since the sockets were made.
+    #[cfg(test)]
+    fn pass(&mut self, time: Duration) {
+        self.begun -= time;
+    }
+
     fn not_yet<T>(&self) -> Result<Option<T>> {
         let limit = config::current().connect_timeout_s;
         if self.started.elapsed() >= Duration::from_secs(limit) {
@@ -341,8 +363,29 @@ impl Connecting {
     }
 }
 
-/// Starts one socket on its way.
-fn begin(to: SocketAddr) -> Result<TcpStream> {
+/// Half of what a listener gives connectors to introduce themselves.
+const STALE: Duration = Duration::from_secs(service::GREETING.as_secs() / 2);
+
+/// A link-local address as this host has to say it: its scope is the number of an interface, and the peer's
+/// numbers are its own.
+fn in_own_scope(to: SocketAddr, own: SocketAddr) -> SocketAddr {
+    match (to, own) {
+        (SocketAddr::V6(mut to), SocketAddr::V6(own))
+            if to.ip().is_unicast_link_local() && own.scope_id() != 0 =>
+        {
+            to.set_scope_id(own.scope_id());
+            to.into()
+        }
+        _ => to,
+    }
+}
+
+/// Starts so many sockets on their way.
+fn begin(n: usize, to: SocketAddr) -> Result<Vec<TcpStream>> {
+    (0..n).map(|_| begin_one(to)).collect()
+}
+
+fn begin_one(to: SocketAddr) -> Result<TcpStream> {
     let family = match to {
         SocketAddr::V4(_) => AddressFamily::Inet,
         SocketAddr::V6(_) => AddressFamily::Inet6,

@@ -4,7 +4,7 @@
 //! listener that they name; and it keeps the sockets of sending ends that were closed until the peer has read
 //! all, because a socket that is closed over unread bytes resets the connection.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
@@ -61,6 +61,8 @@ pub struct Listener {
     pub allows: [bool; 2],
     /// Connections that nobody has accepted; `None` once it is closed.
     pub waiting: Mutex<Option<VecDeque<Accepted>>>,
+    /// All that have come, by their own numbers: what was recorded on the network is of no use to others.
+    taken: Mutex<HashSet<[u8; 16]>>,
 }
 
 #[derive(Debug)]
@@ -146,6 +148,7 @@ impl Service {
             .map_err(system(format!("listening on {address} ({interface})")))?;
         // The default queue is short for a thousand connections at a time.
         listen(&socket, Backlog::MAXCONN).map_err(|e| Error::system("listening", e))?;
+        super::fork::close_in_children(socket.as_fd());
         socket
             .set_nonblocking(true)
             .map_err(system("making a socket non-blocking"))?;
@@ -189,6 +192,7 @@ impl Service {
             secret,
             allows,
             waiting: Mutex::new(Some(VecDeque::new())),
+            taken: Mutex::default(),
         });
         lock(&self.inner.listeners).insert(l.id, l.clone());
         l
@@ -397,6 +401,7 @@ impl Guests {
                     if socket.set_nonblocking(true).is_err() {
                         continue;
                     }
+                    super::fork::close_in_children(socket.as_fd());
                     if self.guests.len() >= self.most {
                         self.make_room();
                     }
@@ -481,6 +486,10 @@ impl Guests {
             log::info!("{peer} asked for a transport that VCCL_TRANSPORT excludes here");
             return;
         }
+        if lock(&listener.taken).contains(&hello.connection) {
+            log::info!("{peer} repeats over TCP what another has said: turned away");
+            return;
+        }
         let begun = self.parties.contains_key(&hello.connection);
         if !begun && self.parties.len() >= self.most {
             return;
@@ -497,8 +506,8 @@ impl Guests {
             && party.first.sockets == hello.sockets
             && party.first.purpose == hello.purpose;
         if !agrees || party.sockets[hello.socket as usize].is_some() {
-            // A replay, or a fault: neither one may have it.
-            self.parties.remove(&hello.connection);
+            // A replay, or a fault. Who repeats something has heard it from the one who was first.
+            log::info!("{peer} repeats over TCP what another has said: turned away");
             return;
         }
         party.sockets[hello.socket as usize] = Some(g.socket);
@@ -507,6 +516,7 @@ impl Guests {
         }
         let party = self.parties.remove(&hello.connection).expect("found above");
         let sockets: Vec<TcpStream> = party.sockets.into_iter().flatten().collect();
+        lock(&listener.taken).insert(hello.connection);
         let mut waiting = lock(&listener.waiting);
         if let Some(waiting) = waiting.as_mut() {
             // The first bytes on a new socket always fit its buffer.
@@ -646,5 +656,50 @@ mod tests {
         assert_eq!(guests.held()[1], 2);
         kept.push(guest(&service, &hello(&l, 1, 1, 2)));
         assert!(complete(&mut guests, &l, 1));
+    }
+
+    #[test]
+    fn what_is_repeated_is_turned_away_and_harms_nobody() {
+        let (service, mut guests, l) = listening(8);
+        let mut kept = vec![guest(&service, &hello(&l, 1, 0, 2))];
+        guests.round();
+        // Before the connection is complete, with another number of sockets too, and after it.
+        for sockets in [2, 1] {
+            kept.push(guest(&service, &hello(&l, 1, 0, sockets)));
+            assert!(!complete(&mut guests, &l, 1));
+        }
+        kept.push(guest(&service, &hello(&l, 1, 1, 2)));
+        assert!(complete(&mut guests, &l, 1));
+        for (socket, sockets) in [(0, 2), (1, 2), (0, 1)] {
+            kept.push(guest(&service, &hello(&l, 1, socket, sockets)));
+            assert!(!complete(&mut guests, &l, 2));
+        }
+        assert_eq!(guests.held()[..2], [0, 0]);
+        kept.push(guest(&service, &hello(&l, 2, 0, 1)));
+        assert!(complete(&mut guests, &l, 2));
+    }
+
+    #[test]
+    fn a_connector_that_pauses_is_let_in_later() {
+        let (service, mut guests, l) = listening(8);
+        let to = super::super::Address {
+            at: service.address(),
+            listener: l.id,
+            secret: l.secret,
+        };
+        let mut c = super::super::Connecting::new(to, purpose::TCP).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        guests.round();
+        assert_eq!(guests.held()[0], 1);
+        // Nobody asks for so long that the listener gives it up.
+        c.pass(2 * GREETING);
+        guests.pass(2 * GREETING);
+        guests.round();
+        assert_eq!(guests.held()[0], 0);
+        let begun = Instant::now();
+        while c.poll().unwrap().is_none() {
+            assert!(begun.elapsed() < Duration::from_secs(20));
+            guests.round();
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Both ends against peers that are made of bare sockets, and speak the protocol wrongly or not at all.
 
 use std::io::{Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, SocketAddrV6, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::recv::RecvConnection;
 use super::send::SendConnection;
 use super::service::Service;
 use super::wire::{answer, kind, purpose, Frame, Hello, Post, ANSWER_LEN, FIRST, POST_LEN};
-use super::{set_options, Accepted, Address, Connecting, Listening, RING};
+use super::{in_own_scope, set_options, Accepted, Address, Connecting, Listening, RING};
 use crate::error::{Error, ResultCode};
 use crate::transport::{End, RecvEnd, Region, SendEnd};
 
@@ -740,27 +740,47 @@ fn a_replayed_greeting_takes_nothing_from_a_connection() {
     let l = listening();
     let to = l.address();
     let first = hello(&to, 3, 0, 2).encode();
-    // Before it is complete: neither of them is to be trusted.
+    // Before it is complete, and by one who disagrees on the number of sockets.
     let mut a = guest(&to, &first);
-    let mut b = guest(&to, &first);
-    turned_away(&mut a);
-    turned_away(&mut b);
-    // Who disagrees on the number of sockets.
-    let mut a = guest(&to, &hello(&to, 4, 0, 2).encode());
-    let mut b = guest(&to, &hello(&to, 4, 1, 3).encode());
-    turned_away(&mut a);
-    turned_away(&mut b);
+    turned_away(&mut guest(&to, &first));
+    turned_away(&mut guest(&to, &hello(&to, 3, 1, 3).encode()));
     assert!(accepted(&l).is_none());
-    // After that: it is another connection, and the first goes on.
-    let one = hello(&to, 5, 0, 1).encode();
-    let mut a = guest(&to, &one);
+    let _second = guest(&to, &hello(&to, 3, 1, 2).encode());
     let r = until(|| accepted(&l));
-    let _replay = guest(&to, &one);
+    // After that.
+    turned_away(&mut guest(&to, &first));
+    turned_away(&mut guest(&to, &hello(&to, 3, 0, 1).encode()));
+    assert!(accepted(&l).is_none());
     let mut buffer = vec![0; 10];
     let region = registered(&r, &buffer);
     post(&r, 0, &mut buffer, &region);
     a.write_all(&data(FIRST, 10, 0, &[1; 10])).unwrap();
     assert_eq!(outcome(&r, 0).unwrap(), 10);
+}
+
+#[test]
+fn a_link_local_address_is_reached_through_ones_own_interface() {
+    let own = |text: &str, scope| SocketAddrV6::new(text.parse().unwrap(), 0, 0, scope).into();
+    let to = |text: &str, scope| SocketAddrV6::new(text.parse().unwrap(), 7, 0, scope).into();
+    let cases: [(SocketAddr, SocketAddr, SocketAddr); 5] = [
+        (to("fe80::2", 6), own("fe80::1", 2), to("fe80::2", 2)),
+        // Where this end has none, theirs is as good as any.
+        (to("fe80::2", 6), own("fd00::1", 0), to("fe80::2", 6)),
+        (to("fd00::2", 0), own("fe80::1", 2), to("fd00::2", 0)),
+        (
+            ([10, 0, 0, 1], 7).into(),
+            own("fe80::1", 2),
+            ([10, 0, 0, 1], 7).into(),
+        ),
+        (
+            to("fe80::2", 6),
+            ([10, 0, 0, 2], 0).into(),
+            to("fe80::2", 6),
+        ),
+    ];
+    for (theirs, ours, reached) in cases {
+        assert_eq!(in_own_scope(theirs, ours), reached);
+    }
 }
 
 #[test]

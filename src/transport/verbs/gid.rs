@@ -102,8 +102,10 @@ fn common(a: &Gid, b: &Gid) -> u32 {
 pub fn choose(a: &PortOffer, b: &PortOffer, ipv6: bool) -> Option<(u8, u8)> {
     let (of_a, of_b) = (&a.gids[..a.n_gids as usize], &b.gids[..b.n_gids as usize]);
     if let ([x], [y]) = (of_a, of_b) {
-        // Somebody named them: so be it, if they speak the same.
-        return (x.version == y.version).then_some((0, 0));
+        // Somebody named them, or there are no others: so be it, if they speak the same. (Version 2 has IP headers.)
+        let alike = x.version == y.version
+            && (x.version != 2 || address(&x.gid).is_ipv6() == address(&y.gid).is_ipv6());
+        return alike.then_some((0, 0));
     }
     let mut best = None;
     for (i, x) in of_a.iter().enumerate() {
@@ -210,10 +212,16 @@ mod tests {
         assert_eq!(choose(&a, &both, true), Some((2, 1)));
         let other_version = offer(&[("10.1.0.2", 1), ("10.2.0.2", 1)]);
         assert_eq!(choose(&a, &other_version, false), None);
-        // Who names one entry at each end is to have these.
-        assert_eq!(
-            choose(&offer(&[("10.1.0.1", 2)]), &offer(&[("fd00::2", 2)]), false),
-            Some((0, 0))
-        );
+        // Who names one entry at each end is to have these, if that can be.
+        let one = |a, version| offer(&[(a, version)]);
+        for (a, b, version, found) in [
+            ("fe80::1", "fd00::2", 2, true),
+            ("10.1.0.1", "fd00::2", 1, true),
+            ("10.1.0.1", "fd00::2", 2, false),
+            ("10.1.0.1", "192.168.0.1", 2, true),
+        ] {
+            let pair = choose(&one(a, version), &one(b, version), false);
+            assert_eq!(pair, found.then_some((0, 0)), "{a} {b} {version}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use super::wire::{
 };
 use crate::config::Ib;
 use crate::cuda::driver;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, ResultCode};
 use crate::ibverbs::devices::{LinkLayer, Port};
 use crate::ibverbs::{sys, Cq, Mr, Qp};
 use crate::transport::random;
@@ -249,6 +249,7 @@ impl Rails {
                 n_gids: r.gids.len() as u8,
                 gids,
                 name,
+                number: r.port,
             }
         });
         let qps = self.lanes.iter().map(|l| QpOffer {
@@ -460,13 +461,19 @@ impl Rails {
             }
             _ => "",
         };
-        Error::remote(format!(
+        let code = match wc.status {
+            sys::WC_LOC_LEN_ERR | sys::WC_LOC_QP_OP_ERR => ResultCode::INTERNAL,
+            sys::WC_LOC_PROT_ERR => ResultCode::SYSTEM,
+            _ => ResultCode::REMOTE,
+        };
+        let text = format!(
             "{what} over {}:{}: {}, vendor code {:#x}{cure}",
             context.name(),
             rail.port,
             context.verbs().wc_status(wc.status),
             wc.vendor_err
-        ))
+        );
+        Error::new(code, text)
     }
 
     /// Ends all that is under way: no memory is read or written any more.

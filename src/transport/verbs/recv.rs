@@ -3,7 +3,7 @@
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::rails::{id, Rails, CONTROL_DEPTH};
 use super::send::next;
@@ -410,6 +410,18 @@ impl RecvConnection {
         Ok(r.total.filter(|_| r.is_over()).map(|t| t as usize))
     }
 
+    /// Whether nothing is posted into which the peer may still write.
+    fn is_idle(&self, deadline: Instant) -> bool {
+        let Some(mut st) = self.gate.enter_by(deadline) else {
+            return false;
+        };
+        let open = |r: &Request| r.live && !r.is_over() && r.too_large.is_none();
+        if st.requests.iter().any(open) && self.end.side.failed.get().is_none() {
+            let _ = self.complete(&mut st);
+        }
+        !st.requests.iter().any(open)
+    }
+
     /// Whether a receive with the same tag that was posted before is not over: messages that take different
     /// queue pairs overtake each other, and nobody shall see that.
     fn is_overtaking(st: &State, r: &Request) -> bool {
@@ -437,7 +449,8 @@ impl End for RecvConnection {
         };
         let st = &mut *st;
         let uses = |r: &Request| r.live && r.region == region.id && !r.is_over();
-        if st.requests.iter().any(uses) {
+        // Once it has failed nothing is written any more: memory of other registrations may be gone.
+        if st.requests.iter().any(uses) && self.end.side.failed.get().is_none() {
             // Its bytes may all be there already.
             let _ = self.complete(st);
         }
@@ -486,8 +499,10 @@ impl End for RecvConnection {
         if std::mem::replace(&mut self.closed, true) {
             return Ok(());
         }
-        self.end.close(true);
-        self.end.side.drain(close_deadline());
+        let deadline = close_deadline();
+        let linger = self.is_idle(deadline);
+        self.end.close(linger);
+        self.end.side.drain(deadline);
         Ok(())
     }
 

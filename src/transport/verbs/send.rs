@@ -739,6 +739,10 @@ impl SendEnd for SendConnection {
             return Ok(false);
         };
         self.end.side.trouble()?;
+        // Who has closed has no receive posted any more: what was one may be anybody's memory now.
+        if let Some(e) = self.end.trouble(Duration::ZERO) {
+            return Err(e);
+        }
         let keys = region.keys.as_ref().map(|k| k.lkeys);
         let total = self.end.rails.lanes().len();
         let large = len / STRIPE >= total as u64;

@@ -51,17 +51,19 @@ pub struct PortOffer {
     pub n_gids: u8,
     /// The device's name, as far as it fits, for messages to people.
     pub name: [u8; 16],
+    /// The port's number, for them too.
+    pub number: u8,
 }
 
 impl PortOffer {
-    /// The device's name.
+    /// The device's name and its port's number.
     pub fn name(&self) -> String {
         let n = self
             .name
             .iter()
             .position(|b| *b == 0)
             .unwrap_or(self.name.len());
-        plain(&self.name[..n])
+        format!("{}:{}", plain(&self.name[..n]), self.number)
     }
 }
 
@@ -81,6 +83,8 @@ pub struct QpOffer {
 
 /// The bytes that GIDs, ports and queue pairs take.
 const PORT_LEN: usize = 24 + MAX_GIDS * 17 + 16;
+/// Where in them the port's number is.
+const NUMBER: usize = 24 + MAX_GIDS * 17;
 const OFFER_HEAD: usize = 32;
 /// Bytes of an [`Offer`].
 pub const OFFER_LEN: usize = OFFER_HEAD + MAX_PORTS * PORT_LEN + MAX_QPS * 8;
@@ -127,6 +131,7 @@ impl Offer {
             at[3] = p.n_gids;
             at[4..8].copy_from_slice(&p.rkey.to_le_bytes());
             at[8..24].copy_from_slice(&p.name);
+            at[NUMBER] = p.number;
             for (j, g) in p.gids.iter().enumerate() {
                 at[24 + j * 17..][..16].copy_from_slice(&g.gid.0);
                 at[24 + j * 17 + 16] = g.version;
@@ -165,6 +170,7 @@ impl Offer {
                 n_gids: at[3],
                 rkey: u32::from_le_bytes(take(at, 4)),
                 name: take(at, 8),
+                number: at[NUMBER],
                 gids,
             };
             let mtus = MTU_256 as u8..=MTU_4096 as u8;
@@ -559,6 +565,7 @@ mod tests {
             gids,
             n_gids: 1,
             name: *b"mlx5_0\0\0\0\0\0\0\0\0\0\0",
+            number: 2,
         };
         Offer {
             block: 0x1234_5678_9abc,
@@ -580,7 +587,7 @@ mod tests {
     fn round_trips() {
         let o = offer();
         assert_eq!(Offer::decode(&o.encode()), Some(o.clone()));
-        assert_eq!(o.ports[0].name(), "mlx5_0");
+        assert_eq!(o.ports[0].name(), "mlx5_0:2");
         let pair = GidPair {
             connector: 1,
             listener: 2,
@@ -730,7 +737,7 @@ mod tests {
             name: *b"a\x1b[2J\n\0\0\0\0\0\0\0\0\0\0",
             ..PortOffer::default()
         };
-        assert_eq!(p.name(), "a [2J ");
+        assert_eq!(p.name(), "a [2J :0");
         // Chunks of a size that nobody has.
         let mut w = Descriptor::default().words();
         for bits in [LARGE as u32 + 1, 1 << 31, u32::MAX] {
