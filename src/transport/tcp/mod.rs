@@ -232,12 +232,11 @@ impl Connecting {
             purpose::VERBS => 1,
             _ => (config.sockets_per_thread * config.socket_threads).clamp(1, wire::MAX_SOCKETS),
         };
+        let at = in_own_scope(address.at, || Ok(Service::get()?.address()))?;
+        let address = Address { at, ..address };
+        // First, because it knows best why there is no way; then the service, which needs an interface.
+        let sockets = begin(n, at)?;
         let service = Service::get()?;
-        let address = Address {
-            at: in_own_scope(address.at, service.address()),
-            ..address
-        };
-        let sockets = begin(n, address.at)?;
         Ok(Connecting {
             service,
             address,
@@ -368,16 +367,17 @@ const STALE: Duration = Duration::from_secs(service::GREETING.as_secs() / 2);
 
 /// A link-local address as this host has to say it: its scope is the number of an interface, and the peer's
 /// numbers are its own.
-fn in_own_scope(to: SocketAddr, own: SocketAddr) -> SocketAddr {
-    match (to, own) {
-        (SocketAddr::V6(mut to), SocketAddr::V6(own))
-            if to.ip().is_unicast_link_local() && own.scope_id() != 0 =>
-        {
-            to.set_scope_id(own.scope_id());
-            to.into()
+fn in_own_scope(to: SocketAddr, own: impl FnOnce() -> Result<SocketAddr>) -> Result<SocketAddr> {
+    let SocketAddr::V6(mut v6) = to else {
+        return Ok(to);
+    };
+    if v6.ip().is_unicast_link_local() {
+        match own()? {
+            SocketAddr::V6(own) if own.scope_id() != 0 => v6.set_scope_id(own.scope_id()),
+            _ => {}
         }
-        _ => to,
     }
+    Ok(v6.into())
 }
 
 /// Starts so many sockets on their way.
