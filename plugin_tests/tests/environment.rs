@@ -21,7 +21,7 @@ use plugin_tests::surroundings::{Mount, Namespace, Surroundings, CAP_IPC_LOCK};
 use plugin_tests::{ensure, fail, logs};
 use vccl::abi::types::{NCCL_PTR_CUDA, NCCL_PTR_HOST};
 
-use support::{launch, log_of, must_pass, on_double, report_log, reported, run};
+use support::{launch, log_of, must_pass, named, not_run, on_double, report_log, reported, run};
 
 fn find(name: &str) -> Option<Entry> {
     Some(match name {
@@ -662,45 +662,27 @@ fn a_stopped_peer_holds_nobody_up() {
 }
 
 /// Both in the order of this file.
-const TESTS: [(&str, fn()); 10] = [
-    (
-        "a_listener_that_is_gone_gives_a_clear_error",
-        a_listener_that_is_gone_gives_a_clear_error,
-    ),
-    ("permuted_visible_devices", permuted_visible_devices),
-    ("limits_of_open_files", limits_of_open_files),
-    ("too_few_open_files_are_named", too_few_open_files_are_named),
-    ("little_locked_memory", little_locked_memory),
-    ("no_home_and_an_odd_locale", no_home_and_an_odd_locale),
-    ("no_driver_at_all", no_driver_at_all),
-    ("a_driver_that_cannot_start", a_driver_that_cannot_start),
-    (
-        "a_child_that_outlives_its_rank_hides_no_death",
-        a_child_that_outlives_its_rank_hides_no_death,
-    ),
-    (
-        "a_stopped_peer_holds_nobody_up",
-        a_stopped_peer_holds_nobody_up,
-    ),
+const TESTS: [(&str, fn()); 10] = named![
+    a_listener_that_is_gone_gives_a_clear_error,
+    permuted_visible_devices,
+    limits_of_open_files,
+    too_few_open_files_are_named,
+    little_locked_memory,
+    no_home_and_an_odd_locale,
+    no_driver_at_all,
+    a_driver_that_cannot_start,
+    a_child_that_outlives_its_rank_hides_no_death,
+    a_stopped_peer_holds_nobody_up,
 ];
-const TESTS_IN_NAMESPACES: [(&str, fn()); 8] = [
-    ("pid_namespaces_of_their_own", pid_namespaces_of_their_own),
-    ("ipc_namespaces_of_their_own", ipc_namespaces_of_their_own),
-    ("dev_shm_of_one_mib_each", dev_shm_of_one_mib_each),
-    (
-        "all_namespaces_but_the_network_of_their_own",
-        all_namespaces_but_the_network_of_their_own,
-    ),
-    (
-        "network_namespaces_give_a_clear_error",
-        network_namespaces_give_a_clear_error,
-    ),
-    (
-        "equal_host_names_make_no_common_host",
-        equal_host_names_make_no_common_host,
-    ),
-    ("a_read_only_tmp", a_read_only_tmp),
-    ("a_full_tmp", a_full_tmp),
+const TESTS_IN_NAMESPACES: [(&str, fn()); 8] = named![
+    pid_namespaces_of_their_own,
+    ipc_namespaces_of_their_own,
+    dev_shm_of_one_mib_each,
+    all_namespaces_but_the_network_of_their_own,
+    network_namespaces_give_a_clear_error,
+    equal_host_names_make_no_common_host,
+    a_read_only_tmp,
+    a_full_tmp,
 ];
 
 fn main() {
@@ -716,9 +698,7 @@ fn main() {
     .possible();
     if let Err(e) = &namespaces {
         assert!(!nix::unistd::geteuid().is_root(), "{e}");
-        if !args.list {
-            println!("NOT RUN are the tests that need what is missing here: {e}");
-        }
+        not_run(&args, e);
     }
     let trial = |(name, f): (&str, fn()), can: bool| {
         Trial::test(name, move || {

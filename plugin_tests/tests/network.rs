@@ -393,47 +393,26 @@ fn main() {
         .map_err(|e| e.clone())
         .and_then(|n| n.impair());
     let possible = possible.map(|_| ());
-    if !args.list {
-        let missing = [possible.as_ref().err(), netem.as_ref().err()];
-        for why in missing.into_iter().flatten() {
-            println!("NOT RUN are the tests that need what is missing here: {why}");
-        }
+    for why in [possible.as_ref().err(), netem.as_ref().err()]
+        .into_iter()
+        .flatten()
+    {
+        support::not_run(&args, why);
     }
-    let trial = |name: &str, can: bool, f: fn() -> std::result::Result<(), Failed>| {
-        Trial::test(name, f).with_ignored_flag(!can)
-    };
-    let ok = possible.is_ok();
-    let tests = vec![
-        trial(
-            "a_link_that_goes_down_ends_both_ends",
-            ok,
-            a_link_that_goes_down_ends_both_ends,
-        ),
-        trial(
-            "a_link_that_goes_down_ends_both_ends_and_their_threads",
-            ok,
-            a_link_that_goes_down_ends_both_ends_and_their_threads,
-        ),
-        trial(
-            "a_link_that_comes_back_is_gone_on_with",
-            ok,
-            a_link_that_comes_back_is_gone_on_with,
-        ),
-        trial(
-            "lost_and_reordered_packets_change_nothing",
-            netem.is_ok(),
-            lost_and_reordered_packets_change_nothing,
-        ),
-        trial(
-            "a_firewall_that_drops_packets_is_named",
-            ok,
-            a_firewall_that_drops_packets_is_named,
-        ),
-        trial(
-            "a_peer_that_is_stopped_is_waited_for",
-            ok,
-            a_peer_that_is_stopped_is_waited_for,
-        ),
+    type Test = (&'static str, fn() -> std::result::Result<(), Failed>);
+    let on_a_network: [Test; 5] = support::named![
+        a_link_that_goes_down_ends_both_ends,
+        a_link_that_goes_down_ends_both_ends_and_their_threads,
+        a_link_that_comes_back_is_gone_on_with,
+        a_firewall_that_drops_packets_is_named,
+        a_peer_that_is_stopped_is_waited_for,
     ];
+    let with_netem: [Test; 1] = support::named![lost_and_reordered_packets_change_nothing,];
+    let trial = |(name, f): Test, can: bool| Trial::test(name, f).with_ignored_flag(!can);
+    let tests = on_a_network
+        .map(|t| trial(t, possible.is_ok()))
+        .into_iter()
+        .chain(with_netem.map(|t| trial(t, netem.is_ok())))
+        .collect();
     libtest_mimic::run(&args, tests).exit();
 }

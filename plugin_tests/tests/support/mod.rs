@@ -2,16 +2,33 @@
 //! the test's own program.
 
 // Each test program uses a part of it.
-#![allow(dead_code)]
+#![allow(dead_code, unused_macros, unused_imports)]
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
+use libtest_mimic::Arguments;
 use plugin_tests::error::Result;
 use plugin_tests::launch::Launch;
 use plugin_tests::memory::Kind;
 use plugin_tests::rank::Ctx;
+
+/// Functions with their names.
+macro_rules! named {
+    ($($f:ident),* $(,)?) => {
+        [$((stringify!($f), $f)),*]
+    };
+}
+pub(crate) use named;
+
+/// Says that tests are not run; who lists them is not told.
+pub fn not_run(args: &Arguments, why: &dyn Display) {
+    if !args.list {
+        println!("NOT RUN are the tests that need what is missing here: {why}");
+    }
+}
 
 /// A file that `ci/build` makes, or that a variable names.
 pub fn built(variable: &str, path: &str) -> PathBuf {

@@ -167,7 +167,6 @@ const KEEPALIVE_COUNT: u32 = 4;
 const DEAD_MS: u32 = 30_000;
 
 fn set_options(s: &impl AsFd) -> Result<()> {
-    fork::close_in_children(s.as_fd());
     setsockopt(s, sockopt::TcpNoDelay, &true)
         .and_then(|()| setsockopt(s, sockopt::KeepAlive, &true))
         .and_then(|()| setsockopt(s, sockopt::TcpKeepIdle, &KEEPALIVE_IDLE_S))
@@ -393,6 +392,7 @@ fn begin_one(to: SocketAddr) -> Result<TcpStream> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let fd: OwnedFd = socket(family, SockType::Stream, flags, None)
         .map_err(|e| Error::system("making a TCP socket", e))?;
+    fork::close_in_children(fd.as_fd());
     set_options(&fd)?;
     match connect(fd.as_raw_fd(), &SockaddrStorage::from(to)) {
         Ok(()) | Err(Errno::EINPROGRESS) => Ok(TcpStream::from(fd)),

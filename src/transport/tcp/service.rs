@@ -18,8 +18,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::resource::{getrlimit, setrlimit, Resource};
 use nix::sys::socket::{listen, Backlog};
 
-use super::interfaces;
 use super::wire::{answer, purpose, Hello, HELLO_LEN};
+use super::{fork, interfaces};
 use crate::config;
 use crate::error::{Error, Result};
 use crate::sync::{lock, of_process};
@@ -148,7 +148,7 @@ impl Service {
             .map_err(system(format!("listening on {address} ({interface})")))?;
         // The default queue is short for a thousand connections at a time.
         listen(&socket, Backlog::MAXCONN).map_err(|e| Error::system("listening", e))?;
-        super::fork::close_in_children(socket.as_fd());
+        fork::close_in_children(socket.as_fd());
         socket
             .set_nonblocking(true)
             .map_err(system("making a socket non-blocking"))?;
@@ -401,7 +401,7 @@ impl Guests {
                     if socket.set_nonblocking(true).is_err() {
                         continue;
                     }
-                    super::fork::close_in_children(socket.as_fd());
+                    fork::close_in_children(socket.as_fd());
                     if self.guests.len() >= self.most {
                         self.make_room();
                     }

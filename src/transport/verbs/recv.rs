@@ -415,11 +415,20 @@ impl RecvConnection {
         let Some(mut st) = self.gate.enter_by(deadline) else {
             return false;
         };
-        let open = |r: &Request| r.live && !r.is_over() && r.too_large.is_none();
-        if st.requests.iter().any(open) && self.end.side.failed.get().is_none() {
-            let _ = self.complete(&mut st);
+        !self.is_waiting(&mut st, |r| r.too_large.is_none())
+    }
+
+    /// Whether a receive that is `one` is not over; its bytes may all be there already.
+    fn is_waiting(&self, st: &mut State, one: impl Fn(&Request) -> bool) -> bool {
+        let waits = |st: &State| {
+            let mut all = st.requests.iter();
+            all.any(|r| r.live && !r.is_over() && one(r))
+        };
+        // Once it has failed nothing is written any more: memory of other registrations may be gone.
+        if waits(st) && self.end.side.failed.get().is_none() {
+            let _ = self.complete(st);
         }
-        !st.requests.iter().any(open)
+        waits(st)
     }
 
     /// Whether a receive with the same tag that was posted before is not over: messages that take different
@@ -447,14 +456,7 @@ impl End for RecvConnection {
             log::warn!("{}: in use as a registration ends", self.end.side.peer);
             return Ok(());
         };
-        let st = &mut *st;
-        let uses = |r: &Request| r.live && r.region == region.id && !r.is_over();
-        // Once it has failed nothing is written any more: memory of other registrations may be gone.
-        if st.requests.iter().any(uses) && self.end.side.failed.get().is_none() {
-            // Its bytes may all be there already.
-            let _ = self.complete(st);
-        }
-        if st.requests.iter().any(uses) {
+        if self.is_waiting(&mut st, |r| r.region == region.id) {
             self.end.side.taken_back("receives into it were posted");
         }
         // Receives that ended in an error may have copies or writes in flight.

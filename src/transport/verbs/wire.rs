@@ -81,10 +81,10 @@ pub struct QpOffer {
     pub psn: u32,
 }
 
-/// The bytes that GIDs, ports and queue pairs take.
-const PORT_LEN: usize = 24 + MAX_GIDS * 17 + 16;
-/// Where in them the port's number is.
+/// Where in a port's bytes its number is: behind the GIDs.
 const NUMBER: usize = 24 + MAX_GIDS * 17;
+/// The bytes that a port takes.
+const PORT_LEN: usize = NUMBER + 16;
 const OFFER_HEAD: usize = 32;
 /// Bytes of an [`Offer`].
 pub const OFFER_LEN: usize = OFFER_HEAD + MAX_PORTS * PORT_LEN + MAX_QPS * 8;
